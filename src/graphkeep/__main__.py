@@ -1,0 +1,7 @@
+"""``python -m graphkeep``."""
+
+import sys
+
+from graphkeep.cli import main
+
+sys.exit(main())

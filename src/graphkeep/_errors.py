@@ -1,0 +1,85 @@
+"""Every error and warning that graphkeep raises.
+
+Each one says three things: what happened, where, and what to write instead. They are `RuntimeError`s, since that is what
+torch raises for a graph that cannot be used, so an existing ``except RuntimeError`` keeps working; a wrong argument is
+besides a `ValueError` or a `TypeError`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+
+
+class GraphkeepError(RuntimeError):
+    """Base of all graphkeep errors.
+
+    Arguments:
+        what: one sentence, what happened.
+        where: the file and line, or the node, it is about.
+        instead: what to write instead.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, instead: str | None = None) -> None:
+        self.what = what
+        self.where = where
+        self.instead = instead
+        super().__init__(what, where, instead)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.instead:
+            lines.append(f"  write instead: {self.instead}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # keyword-only arguments do not survive the default pickling of exceptions, and process pools pickle them
+        return _rebuild, (type(self), self.what, self.where, self.instead)
+
+
+def _rebuild(kind: type[GraphkeepError], what: str, where: str | None, instead: str | None) -> GraphkeepError:
+    return kind(what, where=where, instead=instead)
+
+
+class ArgumentError(GraphkeepError, ValueError):
+    """An argument has the right type and a value that cannot be used."""
+
+
+class ArgumentTypeError(GraphkeepError, TypeError):
+    """An argument is of the wrong type."""
+
+
+class NotInGraphError(ArgumentError):
+    """A tensor to keep is not part of the graph that the backward runs through."""
+
+
+class FreedGraphError(GraphkeepError):
+    """The graph, or the part that is needed, has been freed before."""
+
+
+class ChangedGraphError(GraphkeepError):
+    """A tensor or parameter that a waiting backward needs was changed in between."""
+
+
+class ClosedCutError(GraphkeepError):
+    """A `cut` was left twice, or its stand-ins were used after it had closed."""
+
+
+class NotFreedWarning(UserWarning):
+    """Gradients are right, yet some of the graph's memory could not be freed; the message names the nodes."""
+
+
+def caller() -> str:
+    """``file.py:line`` of the innermost frame that is neither graphkeep's nor torch's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) and not frame.f_globals.get("__name__", "").startswith("torch."):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"

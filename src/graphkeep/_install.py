@@ -1,0 +1,91 @@
+"""`install`: the spelled wish, ``y.backward(retain_graph=x)``."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
+
+from graphkeep import _keep
+from graphkeep._errors import ArgumentError
+from graphkeep._tree import flatten
+
+_installed: OrderedDict[int, None] = OrderedDict()  # one entry for each `install` that has not been removed
+
+
+class _Handle(RemovableHandle):
+    """Takes the patch off again when the last `install` is removed."""
+
+    def __init__(self) -> None:
+        super().__init__(_installed)
+        _installed[self.id] = None
+
+    def remove(self) -> None:
+        super().remove()
+        # if somebody wrapped our wrapper meanwhile, it stays in their chain and passes everything on
+        current: Any = torch.autograd.backward
+        if not _installed and getattr(current, "_graphkeep", False):
+            torch.autograd.backward = current.__wrapped__
+
+
+def install() -> RemovableHandle:
+    """Let ``retain_graph`` be a tensor: ``y.backward(retain_graph=x)`` is then ``gk.backward(y, keep=x)``.
+
+    `torch.autograd.backward`, which `torch.Tensor.backward` calls too, is wrapped until the handle's ``remove()``; booleans and
+    None do what they always did. Importing graphkeep alone patches nothing.
+
+    Returns:
+        torch.utils.hooks.RemovableHandle: its ``remove()`` takes the wrapper off; it is a context manager as well.
+
+    Example:
+        >>> import torch, graphkeep as gk
+        >>> handle = gk.install()
+        >>> w = torch.tensor(1.0, requires_grad=True)
+        >>> x = w + 10
+        >>> (x * x).backward(retain_graph=x)
+        >>> w.grad
+        tensor(22.)
+        >>> handle.remove()
+    """
+    if not getattr(torch.autograd.backward, "_graphkeep", False):
+        torch.autograd.backward = _wrap(torch.autograd.backward)
+    return _Handle()
+
+
+def _wrap(original: Any) -> Any:
+    @functools.wraps(original)
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if not _installed or not _is_wish(retain_graph):
+            original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
+            return
+        rest = [value for value in (*args, *kwargs.values()) if value is not None]
+        if rest:
+            raise ArgumentError(
+                "retain_graph=x cannot be combined with inputs=: what is freed would then depend on the inputs",
+                instead="y.backward(retain_graph=x), or torch.autograd.grad(y, inputs, retain_graph=True)",
+            )
+        _keep.backward(tensors, grad_tensors, keep=retain_graph, create_graph=create_graph)
+
+    backward._graphkeep = True  # type: ignore[attr-defined]
+    return backward
+
+
+def _is_wish(retain_graph: object) -> bool:
+    if retain_graph is None or isinstance(retain_graph, (bool, int)):
+        return False
+    # torch takes a bool tensor for a bool, and so it stays
+    return any(
+        isinstance(member, GradientEdge) or (isinstance(member, torch.Tensor) and member.dtype is not torch.bool)
+        for member in flatten(retain_graph)
+    )

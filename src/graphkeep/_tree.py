@@ -1,0 +1,67 @@
+"""Pytrees of tensors: tuples, lists, dicts, named tuples, dataclasses, and whatever `torch.utils._pytree` knows.
+
+Dataclasses need no registration here: users hand over the output objects of their models as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import GradientEdge
+from torch.utils import _pytree
+
+T = TypeVar("T")
+
+
+def _is_plain_dataclass(obj: object) -> bool:
+    return dataclasses.is_dataclass(obj) and not isinstance(obj, type) and type(obj) not in _pytree.SUPPORTED_NODES
+
+
+def _is_leaf(obj: object) -> bool:
+    # a GradientEdge is a named tuple to torch, and one thing to us
+    return isinstance(obj, GradientEdge) or _is_plain_dataclass(obj)
+
+
+def flatten(tree: object) -> Iterator[Any]:
+    """Every member of a tree, in order."""
+    for member in _pytree.tree_leaves(tree, is_leaf=_is_leaf):
+        if _is_plain_dataclass(member):
+            for field in dataclasses.fields(member):
+                # a field without a value (init=False, never set) has no member
+                yield from flatten(getattr(member, field.name, None))
+        else:
+            yield member
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: T) -> T:
+    """A tree of the same types and structure with ``fn`` applied to each tensor; all else is passed through."""
+
+    def visit(member: Any) -> Any:
+        if isinstance(member, torch.Tensor):
+            return fn(member)
+        return _map_dataclass(fn, member) if _is_plain_dataclass(member) else member
+
+    return _pytree.tree_map(visit, tree, is_leaf=_is_leaf)
+
+
+def _map_dataclass(fn: Callable[[torch.Tensor], Any], obj: Any) -> Any:
+    # copy, then set: a constructor may do work, and frozen classes and init=False fields refuse `replace`
+    new = copy.copy(obj)
+    for field in dataclasses.fields(obj):
+        if hasattr(obj, field.name):
+            object.__setattr__(new, field.name, map_tensors(fn, getattr(obj, field.name)))
+    return new
+
+
+def hidden_tensor(member: object) -> str | None:
+    """The attribute in which an object that is no pytree holds a tensor with a graph, if it does."""
+    if isinstance(member, (torch.Tensor, torch.nn.Module, type)):
+        return None
+    for name, value in getattr(member, "__dict__", {}).items():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return name
+    return None
