@@ -9,6 +9,7 @@ from graphkeep._discard import Kept as Kept
 from graphkeep._discard import discard as discard
 from graphkeep._errors import ArgumentError as ArgumentError
 from graphkeep._errors import ArgumentTypeError as ArgumentTypeError
+from graphkeep._errors import BypassedCutError as BypassedCutError
 from graphkeep._errors import ChangedGraphError as ChangedGraphError
 from graphkeep._errors import ClosedCutError as ClosedCutError
 from graphkeep._errors import FreedGraphError as FreedGraphError

@@ -8,17 +8,17 @@ the cut was made, with what has arrived in the stand-ins' ``.grad``.
 
 from __future__ import annotations
 
-import gc
 from types import TracebackType
 from typing import Generic, NoReturn, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from graphkeep import _graph, _saved, _tree
+from graphkeep import _graph, _modules, _saved, _tree
 from graphkeep._errors import (
     ArgumentError,
     ArgumentTypeError,
+    BypassedCutError,
     ChangedGraphError,
     ClosedCutError,
     FreedGraphError,
@@ -50,7 +50,8 @@ class cut(Generic[T]):
     Raises:
         ArgumentTypeError: there is no tensor in `tree`.
         ClosedCutError: the cut was left twice, or a stand-in was used by a backward after it had closed.
-        FreedGraphError: on leaving, if a backward went around the stand-ins and freed the trunk.
+        BypassedCutError: in a head's backward, if the head leads to the trunk by a path around the stand-ins.
+        FreedGraphError: the trunk was freed before; on leaving, if a backward went around the stand-ins and freed it.
         ChangedGraphError: on leaving, if a parameter or a saved tensor of the trunk was changed in between.
         ArgumentError: on leaving, if a head ran with ``create_graph=True``.
 
@@ -73,7 +74,7 @@ class cut(Generic[T]):
         self._where = caller()
         self._edges: list[GradientEdge] = []
         self._leaves: list[torch.Tensor] = []
-        self._open = True
+        self._sentry = _Sentry(self._where)
         # one tensor in two places of the tree is one stand-in in both
         made: dict[int, torch.Tensor] = {}
 
@@ -94,9 +95,10 @@ class cut(Generic[T]):
             )
         self.stand_ins = _tree.map_tensors(stand_in, tree)
         for edge in self._edges:  # the rest of the trunk is looked at on leaving
-            self._check_node(edge.node)
+            self._check_node(edge.node, "the graph below the tensor given to gk.cut() has been freed by an earlier backward")
         trunk = _graph.reach(edge.node for edge in self._edges)
         self._versions = [(leaf, leaf._version) for leaf in _graph.leaves(trunk)]
+        self._sentry.guard(self._edges, trunk)
 
     def _add(self, tensor: torch.Tensor) -> torch.Tensor:
         self._edges.append(get_gradient_edge(tensor))
@@ -104,17 +106,18 @@ class cut(Generic[T]):
         if isinstance(tensor, torch.nn.Parameter):
             leaf = torch.nn.Parameter(leaf)
         self._leaves.append(leaf.requires_grad_())
+        leaf.register_hook(self._sentry)
         return leaf
 
     def __enter__(self) -> T:
-        if not self._open:
+        if self._sentry.closed:
             self._refuse_twice()
         return self.stand_ins
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        elif self._open:
+        elif not self._sentry.closed:
             self._abandon()
 
     def close(self) -> None:
@@ -126,7 +129,7 @@ class cut(Generic[T]):
             ChangedGraphError: a parameter or a saved tensor of the trunk was changed in between.
             ArgumentError: a head ran with ``create_graph=True``.
         """
-        if not self._open:
+        if self._sentry.closed:
             self._refuse_twice()
         pairs = list(zip(self._edges, self._leaves, strict=True))
         arrived = [(edge, leaf.grad) for edge, leaf in pairs if leaf.grad is not None]
@@ -141,19 +144,14 @@ class cut(Generic[T]):
 
     def _abandon(self) -> None:
         """Free the trunk, and let later backwards into the stand-ins fail instead of losing their gradients."""
-        edges, leaves, where = self._edges, self._leaves, self._where
-        self._open = False
+        edges, leaves = self._edges, self._leaves
         self._edges, self._leaves, self._versions = [], [], []
-        tombstone = _saved.Tombstone(f"the gk.cut() of {where}, when it was left", _AFTER)
+        self._sentry.close()
+        tombstone = _saved.Tombstone(f"the gk.cut() at {self._where}, when it was left", _INSIDE)
         _saved.release_all(_graph.reach(edge.node for edge in edges), tombstone)
-
-        def closed(_grad: torch.Tensor) -> NoReturn:
-            raise ClosedCutError(
-                "a backward reached a stand-in of a cut that has closed", where=f"gk.cut() at {where}", instead=_AFTER
-            )
-
         for leaf in leaves:
-            leaf.register_hook(closed)
+            if leaf.grad is not None and leaf.grad.requires_grad:  # create_graph=True made a cycle: grad, its graph, leaf
+                leaf.grad = leaf.grad.detach()
 
     def _refuse_twice(self) -> NoReturn:
         raise ClosedCutError(
@@ -173,46 +171,72 @@ class cut(Generic[T]):
         for leaf, version in self._versions:
             if leaf._version != version:
                 raise ChangedGraphError(
-                    f"{_name(leaf)}, which the trunk of a cut was computed from, was changed before the trunk's backward ran",
+                    f"a leaf of the trunk of a cut was changed before the trunk's backward ran: {_modules.describe(leaf)}",
                     where=f"gk.cut() at {self._where}",
                     instead="optimizer.step() (or the in-place change) after the `with` block has ended",
                 )
         for node in _graph.reach(edge.node for edge, _ in arrived):
-            self._check_node(node)
+            self._check_node(node, "the trunk of a cut has been freed by another backward, which went around the stand-ins")
 
-    def _check_node(self, node: Node) -> None:
+    def _check_node(self, node: Node, freed: str) -> None:
         try:
             _saved.check(node)
         except RuntimeError as error:
-            raise self._refused(_graph.op(node), error) from error
+            where = f"the {_graph.op(node)} below gk.cut() at {self._where}"
+            if "modified by an inplace operation" in str(error):
+                raise ChangedGraphError(
+                    "a tensor that the trunk of a cut saved was changed in place before the trunk's backward ran",
+                    where=where,
+                    instead="the op out of place (x = x + r for x += r)",
+                ) from error
+            raise FreedGraphError(freed, where=where, instead=_ONCE) from error
 
-    def _refused(self, op: str, error: RuntimeError) -> FreedGraphError | ChangedGraphError:
-        where = f"the {op} below gk.cut() at {self._where}"
-        if "modified by an inplace operation" in str(error):
-            return ChangedGraphError(
-                "a tensor that the trunk of a cut saved was changed in place before the trunk's backward ran",
-                where=where,
-                instead="the op out of place (x = x + r for x += r) inside the block",
+
+_INSIDE = "every backward on what was built from the stand-ins inside the `with gk.cut(x) as x:` block"
+_ONCE = "one cut for each forward, and inside its block every head from the stand-ins, not from the tensor that was cut"
+
+
+class _Sentry:
+    """The hook on the stand-ins of a cut. It lets no backward through that would lose a gradient or run a hook twice.
+
+    While the cut is open, that is a backward which reaches a stand-in and, by a path around it, the trunk as well: what is
+    below would run now and again on leaving, each time with a part of the gradient. Afterwards it is every backward.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.closed = False
+        self._where = where
+        self._edges: list[GradientEdge] = []
+        self._bottom: list[Node] = []
+
+    def guard(self, edges: list[GradientEdge], trunk: set[Node]) -> None:
+        self._edges = edges
+        # whatever enters the trunk runs one of the nodes that have only leaves below them
+        inner = {node for node in trunk if node.next_functions}
+        self._bottom = [node for node in inner if not any(child in inner for child, _ in node.next_functions)]
+
+    def close(self) -> None:
+        self.closed = True
+        self._edges, self._bottom = [], []
+
+    def __call__(self, _grad: torch.Tensor) -> None:
+        if self.closed:
+            raise ClosedCutError(
+                "a backward reached a stand-in of a cut that has closed", where=f"gk.cut() at {self._where}", instead=_INSIDE
             )
-        return FreedGraphError(
-            "the trunk of a cut has been freed by another backward, which went around the stand-ins",
-            where=where,
-            instead="one cut a forward, and inside its block every head from the stand-ins (`with gk.cut(x) as x:`), not from "
-            "the tensor that was cut",
+        if any(map(_runs, self._bottom)):
+            raise self._bypassed()
+
+    def _bypassed(self) -> BypassedCutError:
+        running = {node for node in _graph.reach(edge.node for edge in self._edges) if node.next_functions and _runs(node)}
+        entered = running - {child for node in running for child, _ in node.next_functions}
+        return BypassedCutError(
+            "a head leads to the trunk of its cut by a path around the stand-ins",
+            where=f"the result of {', '.join(sorted(map(_graph.op, entered)))}, below gk.cut() at {self._where}",
+            instead="cut that tensor too, `with gk.cut((x, skip)) as (x, skip):`, and use its stand-in in the head",
         )
 
 
-_AFTER = "every backward on what was built from the stand-ins inside the `with gk.cut(x) as x:` block"
-
-
-def _name(leaf: torch.Tensor) -> str:
-    """How the program calls a leaf, if a module holds it; else its shape and dtype. For error messages only: it is slow."""
-    kind = "parameter" if isinstance(leaf, torch.nn.Parameter) else "leaf"
-    shape = f"{kind} of shape {list(leaf.shape)} and dtype {leaf.dtype}"
-    for table in gc.get_referrers(leaf):
-        if isinstance(table, dict):
-            for module in gc.get_referrers(table):
-                if isinstance(module, torch.nn.Module) and module._parameters is table:
-                    names = [name for name, tensor in module._parameters.items() if tensor is leaf]
-                    return f"`{names[0]}` of {type(module).__name__}, a {shape}"
-    return f"a {shape}"
+def _runs(node: Node) -> bool:
+    """Whether the backward that is running now will run this node (what `register_multi_grad_hook` asks as well)."""
+    return bool(torch._C._will_engine_execute_node(node))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,8 @@ from torch.autograd.graph import Node
 
 from graphkeep import _graph, _saved
 from graphkeep._errors import caller
-from graphkeep._storage import Storage, parameter_storages, storages
+from graphkeep._modules import parameter_storages
+from graphkeep._storage import Storage, StorageSet, storages
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ def discard(*tensors: object, keep: object = None) -> Discarded:
     """Free the graph of some tensors now, although names still point at it.
 
     For a sample that was rejected, a loss that is not finite, a branch that is not wanted: dropping one name frees nothing
-    while others (an output, a hidden state) hold the same nodes. The tensors themselves, their values and their ``requires_grad``
-    stay; a later backward through them raises `FreedGraphError` where the graph had saved something. No hook fires.
+    while others (an output, a hidden state) hold the same nodes. The tensors themselves, their values and their
+    ``requires_grad`` stay; a later backward through them raises `FreedGraphError` where the graph had saved something. No
+    hook fires.
 
     Arguments:
         tensors: tensors, `torch.autograd.graph.GradientEdge`s, or pytrees of them. One without a graph is passed over.
@@ -82,7 +84,7 @@ def discard(*tensors: object, keep: object = None) -> Discarded:
     Example:
         >>> import torch, graphkeep as gk
         >>> x = torch.ones(1000, requires_grad=True)
-        >>> hidden = (x * 2).exp()
+        >>> hidden = x.exp()
         >>> loss = hidden.sin().cos().sum()
         >>> freed = gk.discard(loss)  # sin's result, float32; exp's is `hidden`, which you still hold
         >>> int(freed), [kept.what for kept in freed.kept]
@@ -95,7 +97,9 @@ def discard(*tensors: object, keep: object = None) -> Discarded:
     trunk = _graph.reach(edge.node for edge in _graph.edges(keep, "keep")) if keep is not None else ()
     nodes = _graph.reach(roots, without=trunk)
     candidates = _candidates(nodes)
-    tombstone = _saved.Tombstone(f"gk.discard() at {where}", "no gk.discard() on it, or gk.discard(..., keep=x)")
+    tombstone = _saved.Tombstone(
+        f"gk.discard() at {where}", "remove that gk.discard(), or give it keep=x with what is still needed"
+    )
     stuck = _saved.release_all(nodes, tombstone)
 
     freed = Discarded(sum(c.bytes for c in candidates if c.storage() is None))
@@ -104,13 +108,17 @@ def discard(*tensors: object, keep: object = None) -> Discarded:
     return freed
 
 
-def _candidates(nodes: Iterable[Node]) -> list[_Candidate]:
+def _candidates(nodes: Collection[Node]) -> list[_Candidate]:
+    leaves = StorageSet()
+    for leaf in _graph.leaves(nodes):
+        leaves.add_tensor(leaf)
     # by address: nothing is freed while this runs, so an address stands for one storage
     found: dict[int, _Candidate] = {}
     for node in nodes:
         for slot in _saved.slots(node):
             for storage in _saved.slot_storages(slot):
-                if storage._cdata not in found:
+                # several nodes may have saved it; the one that made it says best what it is
+                if storage not in leaves and (storage._cdata not in found or slot.name.startswith("result")):
                     what = f"{slot.name} of {_graph.op(node)}"
                     if isinstance(slot.value, torch.Tensor):
                         what += f", {_short(slot.value)}"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from types import FrameType
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 
 class GraphkeepError(RuntimeError):
@@ -70,16 +71,34 @@ class ClosedCutError(GraphkeepError):
     """A `cut` was left twice, or its stand-ins were used after it had closed."""
 
 
+class BypassedCutError(GraphkeepError):
+    """A backward reached a stand-in of a `cut` and, by another path, the trunk below it."""
+
+
 class NotFreedWarning(UserWarning):
     """Gradients are right, yet some of the graph's memory could not be freed; the message names the nodes."""
 
 
 def caller() -> str:
     """``file.py:line`` of the innermost frame that is neither graphkeep's nor torch's own."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and not frame.f_globals.get("__name__", "").startswith("torch."):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "unknown"
+    frame, _ = _user_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the line of the user's that led here."""
+    _, level = _user_frame()
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _user_frame() -> tuple[FrameType, int]:
+    """The innermost frame that is neither graphkeep's nor torch's, and its stack level seen from our caller."""
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and _is_library(frame):
+        frame, level = frame.f_back, level + 1
+    return frame, level
+
+
+def _is_library(frame: FrameType) -> bool:
+    name: str = frame.f_globals.get("__name__", "")
+    return frame.f_code.co_filename.startswith(_PACKAGE) or name.partition(".")[0] == "torch"

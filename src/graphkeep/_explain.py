@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import html
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from graphkeep import _graph, _saved
+from graphkeep._modules import parameter_storages
 from graphkeep._saved import State
-from graphkeep._storage import StorageSet, format_bytes, parameter_storages
+from graphkeep._storage import StorageSet, format_bytes
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Explanation:
 
     Attributes:
         nodes: number of nodes in the graph, those of the leaves (`AccumulateGrad`) included.
-        saved_bytes: bytes of the unique storages that the nodes hold for their backward, parameters and buffers apart.
+        saved_bytes: bytes of the unique storages that the nodes hold for their backward, and of tensors that custom functions
+            keep on their ``ctx``; parameters and buffers apart.
         saved_tensors: number of saved tensors that are still held.
         parameter_bytes: bytes of the held storages that belong to a leaf of the graph, or to a parameter or a buffer of a
             live module. Freeing the graph does not free them.
@@ -70,7 +73,9 @@ class Explanation:
     def __str__(self) -> str:
         if not self.nodes:
             return "no graph: nothing here requires a gradient"
-        parts = [f"graph: {self.nodes:,} nodes, {len(self.leaves):,} leaves, {self.state}"]
+        parts = [
+            f"graph: {self.nodes:,} nodes, {len(self.leaves):,} {'leaf' if len(self.leaves) == 1 else 'leaves'}, {self.state}"
+        ]
         parts += [f"  {name:<17} {value}" for name, value in self._rows()[2:] if name != "leaves"]
         return "\n".join(parts)
 
@@ -99,7 +104,7 @@ def explain(x: object) -> Explanation:
     Example:
         >>> import torch, graphkeep as gk
         >>> x = torch.ones(1000, requires_grad=True)
-        >>> y = (x * 2).exp().sum()
+        >>> y = x.exp().sum()
         >>> gk.explain(y).saved_bytes  # the result of exp, float32
         4000
         >>> y.backward()
@@ -119,6 +124,8 @@ def explain(x: object) -> Explanation:
             freed += slot.state is State.FREED
             for storage in _saved.slot_storages(slot):
                 (parameters if storage in apart else saved).add(storage)
+        for _, tensor in _saved.attributes(node):
+            saved.add_tensor(tensor)
     return Explanation(
         nodes=len(nodes),
         saved_bytes=saved.nbytes,
@@ -126,6 +133,10 @@ def explain(x: object) -> Explanation:
         parameter_bytes=parameters.nbytes,
         leaves=leaves,
         freed_tensors=freed,
-        ops=dict(Counter(_graph.op(node) for node in nodes if _graph.leaf(node) is None).most_common()),
+        ops=_count(_graph.op(node) for node in nodes if _graph.leaf(node) is None),
         hidden_nodes=sum(map(_saved.hides, nodes)),
     )
+
+
+def _count(ops: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(ops).items(), key=lambda item: (-item[1], item[0])))

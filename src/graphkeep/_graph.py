@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from graphkeep import _saved, _tree
+from graphkeep import _deep, _saved, _tree
 from graphkeep._errors import ArgumentError, ArgumentTypeError
 
 
@@ -48,7 +48,7 @@ def edges(tree: object, argument: str, *, needs_graph: bool = True) -> list[Grad
     if not found and needs_graph:
         raise ArgumentError(
             f"no tensor in `{argument}` requires a gradient, so there is no graph behind it",
-            instead="call it on a tensor that was computed, with gradients enabled, from one that has requires_grad=True",
+            instead=f"as `{argument}` a tensor that was computed, with gradients enabled, from one with requires_grad=True",
         )
     return found
 
@@ -59,14 +59,16 @@ def refuse_hidden(member: object, argument: str) -> None:
     if attribute is not None:
         kind = type(member).__name__
         raise ArgumentTypeError(
-            f"`{argument}` holds a {kind}, whose attribute `{attribute}` is a tensor with a graph that would be overlooked",
+            f"`{argument}` holds an object of type {kind}, and its attribute `{attribute}`, a tensor, would be overlooked",
             instead=f"pass the tensors themselves, make {kind} a dataclass, or register it with "
             "torch.utils._pytree.register_pytree_node",
         )
 
 
 def _kind(tree: object) -> str:
-    return "empty" if isinstance(tree, (tuple, list, dict)) and not tree else f"of type {type(tree).__name__}"
+    if isinstance(tree, (tuple, list, dict)) and not tree:
+        return "empty"
+    return "of type " + type(tree[0] if isinstance(tree, tuple) and len(tree) == 1 else tree).__name__
 
 
 def reach(nodes: Iterable[Node], without: Collection[Node] = ()) -> set[Node]:
@@ -78,6 +80,7 @@ def reach(nodes: Iterable[Node], without: Collection[Node] = ()) -> set[Node]:
             if child is not None and child not in seen and child not in without:
                 seen.add(child)
                 stack.append(child)
+    _deep.guard(seen)
     return seen
 
 

@@ -12,7 +12,6 @@ twice, post-accumulate hooks do not fire, and what bypasses ``x`` or is tied acr
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -28,6 +27,7 @@ from graphkeep._errors import (
     NotFreedWarning,
     NotInGraphError,
     caller,
+    warn,
 )
 
 Root: TypeAlias = Any  # torch.Tensor | GradientEdge; torch's own signature has no sequence of both
@@ -219,10 +219,13 @@ def _explain_freed(error: RuntimeError, nodes: set[Node]) -> None:
 
 def _warn_not_freed(nodes: list[Node]) -> None:
     names = ", ".join(sorted({_graph.op(node) for node in nodes}))
-    warnings.warn(
-        f"gk.backward(keep=) could not free what {len(nodes)} node(s) may hold ({names}); gradients are right. torch gives no "
-        "way to release in-place ops on views, C++ functions, and what other saved-tensor hooks packed. Write the op "
-        "out of place, or use `with gk.cut(x) as x:`, where torch itself frees every head",
+    whys = sorted({_WHY_HIDDEN if _saved.hides(node) else _WHY_PACKED for node in nodes})
+    warn(
+        f"gradients are right, but what these ops may hold could not be freed: {names} ({'; '.join(whys)}). It goes with "
+        "the last name of the graph. Write instead: `with gk.cut(x) as x:`, where torch itself frees every head",
         NotFreedWarning,
-        stacklevel=3,
     )
+
+
+_WHY_HIDDEN = "torch shows nobody what in-place ops on views and C++ functions saved; an out-of-place op can be freed"
+_WHY_PACKED = "other saved-tensor hooks, those of save_on_cpu or checkpoint for example, own what was saved"

@@ -29,6 +29,7 @@ _PREFIX = "_raw_saved_"
 _RELEASED_BY_TORCH = "backward through the graph a second time"
 # torch 2.6 has only `register_hooks`; there the values are read through the node's `_saved_*` attributes instead
 _HAS_DATA = hasattr(SavedTensor, "unpack_hook") and hasattr(SavedTensor, "data")
+_MARK = "graphkeep.released"
 # the names depend on the node's class alone, and there are few classes
 _names_of: dict[type, tuple[str, ...]] = {}
 
@@ -152,7 +153,9 @@ def _read_by_value(node: Node, name: str) -> Iterator[Slot]:
 
 def slot_storages(slot: Slot) -> list[Storage]:
     """The storages that a slot keeps alive, those inside a packed object (a tensor or a pytree of them) too."""
-    if slot.state not in (State.HELD, State.PACKED):
+    if slot.state is State.HELD:
+        return list(storages(slot.value))
+    if slot.state is not State.PACKED:
         return []
     tensors = (member for member in flatten(slot.value) if isinstance(member, torch.Tensor))
     return [storage for tensor in tensors for storage in storages(tensor)]
@@ -174,9 +177,15 @@ def release(node: Node, tombstone: Tombstone) -> bool:
                 continue
             try:
                 raw.register_hooks(_drop, tombstone)
+                if not _HAS_DATA:
+                    _metadata(node)[_MARK] = True  # there, nothing tells our hooks from other ones
             except RuntimeError as error:  # torch 2.6: empty, freed, or owned, told apart by its message only
-                done = done and "have already been set" not in str(error)
+                done = done and ("have already been set" not in str(error) or _MARK in _metadata(node))
     return done
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    return node.metadata  # torch's stub has a method there
 
 
 def release_all(nodes: Iterable[Node], tombstone: Tombstone) -> list[Node]:

@@ -7,7 +7,6 @@ are counted by storage and never by tensor. A storage is identified by its addre
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -39,7 +38,11 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def storages(tensor: torch.Tensor) -> Iterator[Storage]:
     """The storages that a tensor stands on; none for layouts without one (mkldnn) and for the meta device."""
-    for part in dense_parts(tensor.detach() if tensor.requires_grad else tensor):
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested:
+        parts: Iterable[torch.Tensor] = (tensor,)  # nearly all tensors, and graphs hold many
+    else:
+        parts = dense_parts(tensor.detach())
+    for part in parts:
         if part.device.type != "meta":
             try:
                 yield part.untyped_storage()
@@ -84,25 +87,6 @@ class StorageSet:
             storage = held() if isinstance(held, weakref.ref) else held
             if storage is not None:
                 yield storage, size
-
-
-def parameter_storages(leaves: Iterable[torch.Tensor] = ()) -> StorageSet:
-    """Storages of the given leaves and of every live module's parameters and buffers.
-
-    A graph that holds one of these does not cost its bytes. They are told by storage, since `Linear` saves ``W.t()``, which
-    is no `Parameter`. Walks the objects that Python's collector knows: tens of milliseconds in a large program.
-    """
-    found = StorageSet()
-    for leaf in leaves:
-        found.add_tensor(leaf)
-    # type() and not isinstance(): the heap holds proxies whose __class__ runs code
-    modules = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.nn.Module)]
-    for module in modules:
-        for table in (module.__dict__.get("_parameters"), module.__dict__.get("_buffers")):
-            for tensor in list((table or {}).values()):
-                if isinstance(tensor, torch.Tensor):
-                    found.add_tensor(tensor)
-    return found
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -1,0 +1,209 @@
+"""How time and memory are measured, and the rows in which results are kept.
+
+**Live bytes**: unique storages alive, told by weak references. **Time**: variants alternate A B A B in one process, on one
+thread; the figure is the ratio of medians, with the middle 90 % of a bootstrap over rounds beside it. **Process peak**: how far
+the peak of resident memory rises while a child process runs one variant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graphkeep.cli._process import STEADY_MALLOC, process_peak
+
+ROOT = Path(__file__).parent.parent
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the unique storages that ops have made and that are still alive; a context manager.
+
+    It sees what ops return. What an op allocates and frees inside itself, such as a convolution's workspace, stays unseen.
+    While a dispatch mode is on, the engine adds gradients out of place, so a sum of gradients may briefly count twice; that is
+    so for every variant.
+
+    Arguments:
+        apart: tensors that exist before and are not to be counted, such as parameters, their gradients and the batch.
+
+    Attributes:
+        now: bytes alive.
+        peak: the largest `now` so far.
+    """
+
+    def __init__(self, apart: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        # held, so that none of their addresses is used again
+        self._apart = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in apart)}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.now = 0
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for member in tree_leaves(result):
+            if isinstance(member, torch.Tensor):
+                self._see(member.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+        if address in self._apart or address in self._alive:
+            return
+
+        def died(_: object) -> None:
+            del self._alive[address]
+            self.now -= size
+
+        self._alive[address] = weakref.ref(storage, died)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def peak_bytes(fn: Callable[[], object], apart: Iterable[torch.Tensor]) -> int:
+    """The peak of live bytes while `fn` runs once."""
+    with LiveBytes(apart) as live:
+        fn()
+    return live.peak
+
+
+def alternate(
+    variants: dict[str, Callable[[], object]], rounds: int, before: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds of each variant in each round, A B A B. A first round warms up and is not counted.
+
+    Arguments:
+        variants: what to time.
+        rounds: how often each.
+        before: runs before each timed call, outside its time.
+    """
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for round_ in range(rounds + 1):
+        for name, fn in variants.items():
+            before()
+            gc.collect()
+            gc.disable()
+            start = time.perf_counter()
+            fn()
+            seconds = time.perf_counter() - start
+            gc.enable()
+            if round_:
+                times[name].append(seconds)
+    return times
+
+
+def ratio(times: list[float], baseline: list[float]) -> tuple[float, float, float]:
+    """Ratio of medians, and the middle 90 % of it when rounds are drawn again with replacement."""
+    pairs = list(zip(times, baseline, strict=True))
+    rng = random.Random(0)
+
+    def of(sample: list[tuple[float, float]]) -> float:
+        return statistics.median(a for a, _ in sample) / statistics.median(b for _, b in sample)
+
+    drawn = sorted(of(rng.choices(pairs, k=len(pairs))) for _ in range(2000))
+    return of(pairs), drawn[100], drawn[-101]
+
+
+def process_growth(fn: Callable[[], object]) -> int:
+    """How far this process's peak rises while `fn` runs three times. For a child process; see `in_child`."""
+    before = process_peak()
+    for _ in range(3):
+        fn()
+    return process_peak() - before
+
+
+def in_child(module: str, *args: str) -> Any:
+    """Run ``python -m module args`` and return what its last line of output says, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *args],
+        cwd=ROOT,
+        env=STEADY_MALLOC | os.environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        benchmark: the file it is from.
+        model: what it was measured on.
+        figure: what it is.
+        measured: its value; smaller is better.
+        unit: ``x`` for a ratio, ``us``, ``MiB``, or nothing.
+        wanted: the most that it should be; None if it is shown for comparison.
+        low, high: interval of a ratio of times.
+        note: what the figure is made of.
+    """
+
+    benchmark: str
+    model: str
+    figure: str
+    measured: float
+    unit: str = "x"
+    wanted: float | None = None
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """``met``, ``MISSED``, or ``within noise``: over what is wanted, by less than the interval."""
+        if self.wanted is None:
+            return ""
+        if self.measured <= self.wanted:
+            return "met"
+        return "within noise" if self.low is not None and self.low <= self.wanted else "MISSED"
+
+
+def time_row(
+    benchmark: str, model: str, figure: str, times: list[float], baseline: list[float], wanted: float | None = None
+) -> Row:
+    """A ratio of times."""
+    value, low, high = ratio(times, baseline)
+    note = f"{statistics.median(times) * 1e3:.0f} ms over {statistics.median(baseline) * 1e3:.0f} ms"
+    return Row(benchmark, model, figure, value, wanted=wanted, low=low, high=high, note=note)
+
+
+def mib(count: float) -> str:
+    """Bytes for a note."""
+    return f"{count / 2**20:.1f} MiB"
+
+
+def largest_difference(gradients: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Largest absolute difference over the largest expected gradient; raises where that is no rounding any more."""
+    largest = max(grad.abs().max().item() for grad in expected)
+    difference = max((a - b).abs().max().item() for a, b in zip(gradients, expected, strict=True)) / largest
+    if not difference < 1e-4:
+        raise AssertionError(f"gradients differ from the joint backward's by {difference:.1e} of the largest")
+    return difference
+
+
+def main(rows: Callable[[], Iterable[Row]]) -> None:
+    """What a benchmark does when it runs alone: a line a row on stderr as it comes, all of them as JSON at the end."""
+    torch.set_num_threads(1)
+    done = []
+    for row in rows():
+        print(f"  {row.model}: {row.figure}: {row.measured:.3g} {row.unit} {row.verdict}", file=sys.stderr, flush=True)
+        done.append(dataclasses.asdict(row))
+    print(json.dumps(done))

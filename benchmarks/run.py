@@ -1,0 +1,81 @@
+"""Run every benchmark, and write ``docs/benchmarks/keep.json`` and ``keep.md``.
+
+Each benchmark has a process of its own, with an allocator that keeps what is freed: else the cost of fetching memory from the
+system again comes and goes with the layout of the heap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+
+import torch
+
+from benchmarks._measure import ROOT, Row, in_child
+
+BENCHMARKS = {
+    "heads": "Eight heads on one trunk, over one joint backward",
+    "keep": "`backward(keep=)`, over the same loop with `retain_graph=True`",
+    "overhead": "Fixed costs, on scalars",
+}
+FOLDER = ROOT / "docs" / "benchmarks"
+
+
+def main() -> None:
+    start = time.monotonic()
+    rows = []
+    for name in BENCHMARKS:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        rows += [Row(**row) for row in in_child(f"benchmarks.{name}")]
+    machine = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "threads": 1,
+        "seconds": round(time.monotonic() - start),
+    }
+    table = markdown(rows, machine)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    figures = [vars(row) | {"verdict": row.verdict} for row in rows]
+    (FOLDER / "keep.json").write_text(json.dumps({"machine": machine, "rows": figures}, indent=1) + "\n")
+    (FOLDER / "keep.md").write_text(table)
+    print(table)
+
+
+def markdown(rows: list[Row], machine: dict[str, object]) -> str:
+    lines = [
+        "# Benchmarks: `cut` and `backward(keep=)`",
+        "",
+        "Written by `make bench`. Every figure compares within one run, and smaller is better. Times are ratios of medians over",
+        "alternating rounds on one thread; in brackets the middle 90 % of a bootstrap over rounds. *Live bytes* are unique",
+        "storages alive, apart from parameters, their gradients and the batch.",
+        "",
+        ", ".join(f"{key} {value}" for key, value in machine.items()) + ".",
+    ]
+    for benchmark, title in BENCHMARKS.items():
+        lines += ["", f"## {title}", "", "| model | figure | wanted | measured | | made of |", "|---|---|---|---|---|---|"]
+        lines += [_line(row) for row in rows if row.benchmark == benchmark]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Row) -> str:
+    wanted = "" if row.wanted is None else f"≤ {_value(row, row.wanted)}"
+    measured = _value(row, row.measured)
+    if row.low is not None and row.high is not None:
+        measured += f" [{row.low:.3f}, {row.high:.3f}]"
+    verdict = f"**{row.verdict}**" if row.verdict == "MISSED" else row.verdict
+    return f"| {row.model} | {row.figure} | {wanted} | {measured} | {verdict} | {row.note} |"
+
+
+def _value(row: Row, value: float) -> str:
+    if row.unit == "x":
+        return f"{value:.3f}x"
+    return f"{value:.1f} {row.unit}" if row.unit else f"{value:.1e}" if value else "0"
+
+
+if __name__ == "__main__":
+    main()

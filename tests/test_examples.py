@@ -1,0 +1,40 @@
+"""Every example runs, ends well, complains about nothing, and prints the figures that README's table states."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# what README states, in the order in which the example prints it
+FIGURES = {
+    "forward_all_backward_some.py": ["at most 2", "at most 1"],
+    "backward_batch_by_batch.py": ["second time", "1024 rows", "256 rows", "128 rows"],
+    "keep_part_of_a_graph.py": [
+        "before, y1's graph saves 8000000 bytes, of which x's 4000000",
+        "after the first head, y1's graph saves 8000000 bytes",
+        "trunk: 2;",
+        "after the first head, y1's graph saves 4000000 bytes, of which x's 4000000",
+        "trunk: 2;",
+        "after the first head, y1's graph saves 0 bytes, x's 4000000",
+        "trunk: 1;",
+    ],
+}
+
+
+def test_every_example_has_its_figures_here():
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(FIGURES)
+
+
+@pytest.mark.parametrize("name", sorted(FIGURES))
+def test_example_runs_and_prints_what_readme_states(name: str):
+    example = ROOT / "examples" / name
+    done = subprocess.run([sys.executable, str(example)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    rest = done.stdout
+    for figure in FIGURES[name]:
+        _, found, rest = rest.partition(figure)
+        assert found, f"{figure!r} is missing, or not in this order, in\n{done.stdout}"
+    assert ": False" not in done.stdout, "some gradients differ"
