@@ -96,14 +96,14 @@ class cut(Generic[T]):
         self.stand_ins = _tree.map_tensors(stand_in, tree)
         for edge in self._edges:  # the rest of the trunk is looked at on leaving
             self._check_node(edge.node, "the graph below the tensor given to gk.cut() has been freed by an earlier backward")
-        trunk = _graph.reach(edge.node for edge in self._edges)
-        self._versions = [(leaf, leaf._version) for leaf in _graph.leaves(trunk)]
-        self._sentry.guard(self._edges, trunk)
+        self._trunk = _graph.reach(edge.node for edge in self._edges)
+        self._versions = [(leaf, leaf._version) for leaf in _graph.leaves(self._trunk)]
+        self._sentry.guard(self._edges, self._trunk)
 
     def _add(self, tensor: torch.Tensor) -> torch.Tensor:
         self._edges.append(get_gradient_edge(tensor))
         leaf = tensor.detach()
-        if isinstance(tensor, torch.nn.Parameter):
+        if issubclass(type(tensor), torch.nn.Parameter):  # isinstance() of a Parameter runs Python code
             leaf = torch.nn.Parameter(leaf)
         self._leaves.append(leaf.requires_grad_())
         leaf.register_hook(self._sentry)
@@ -135,7 +135,7 @@ class cut(Generic[T]):
         arrived = [(edge, leaf.grad) for edge, leaf in pairs if leaf.grad is not None]
         try:
             if arrived:
-                self._check(arrived)
+                self._check(arrived, self._trunk if len(arrived) == len(pairs) else None)
                 torch.autograd.backward([edge for edge, _ in arrived], [grad for _, grad in arrived])
                 # torch has freed what it ran; what leads only to stand-ins that no gradient reached is still there
                 self._edges = [edge for edge, leaf in pairs if leaf.grad is None]
@@ -145,10 +145,11 @@ class cut(Generic[T]):
     def _abandon(self) -> None:
         """Free the trunk, and let later backwards into the stand-ins fail instead of losing their gradients."""
         edges, leaves = self._edges, self._leaves
-        self._edges, self._leaves, self._versions = [], [], []
+        self._edges, self._leaves, self._versions, self._trunk = [], [], [], set()
         self._sentry.close()
-        tombstone = _saved.Tombstone(f"the gk.cut() at {self._where}, when it was left", _INSIDE)
-        _saved.release_all(_graph.reach(edge.node for edge in edges), tombstone)
+        if edges:
+            tombstone = _saved.Tombstone(f"the gk.cut() at {self._where}, when it was left", _INSIDE)
+            _saved.release_all(_graph.reach(edge.node for edge in edges), tombstone)
         for leaf in leaves:
             if leaf.grad is not None and leaf.grad.requires_grad:  # create_graph=True made a cycle: grad, its graph, leaf
                 leaf.grad = leaf.grad.detach()
@@ -158,7 +159,7 @@ class cut(Generic[T]):
             "this cut has been left already", where=f"gk.cut() at {self._where}", instead="a new `with gk.cut(x) as x:`"
         )
 
-    def _check(self, arrived: list[tuple[GradientEdge, torch.Tensor]]) -> None:
+    def _check(self, arrived: list[tuple[GradientEdge, torch.Tensor]], trunk: set[Node] | None) -> None:
         """Refuse, before anything has run, what torch would refuse half-way or what would be wrong."""
         for _, grad in arrived:
             if grad.requires_grad:
@@ -175,7 +176,7 @@ class cut(Generic[T]):
                     where=f"gk.cut() at {self._where}",
                     instead="optimizer.step() (or the in-place change) after the `with` block has ended",
                 )
-        for node in _graph.reach(edge.node for edge, _ in arrived):
+        for node in _graph.reach(edge.node for edge, _ in arrived) if trunk is None else trunk:
             self._check_node(node, "the trunk of a cut has been freed by another backward, which went around the stand-ins")
 
     def _check_node(self, node: Node, freed: str) -> None:
@@ -212,8 +213,11 @@ class _Sentry:
     def guard(self, edges: list[GradientEdge], trunk: set[Node]) -> None:
         self._edges = edges
         # whatever enters the trunk runs one of the nodes that have only leaves below them
-        inner = {node for node in trunk if node.next_functions}
-        self._bottom = [node for node in inner if not any(child in inner for child, _ in node.next_functions)]
+        self._bottom = []
+        for node in trunk:
+            children = node.next_functions
+            if children and not any(child is not None and child.next_functions for child, _ in children):
+                self._bottom.append(node)
 
     def close(self) -> None:
         self.closed = True

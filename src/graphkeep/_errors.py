@@ -100,5 +100,13 @@ def _user_frame() -> tuple[FrameType, int]:
 
 
 def _is_library(frame: FrameType) -> bool:
-    name: str = frame.f_globals.get("__name__", "")
-    return frame.f_code.co_filename.startswith(_PACKAGE) or name.partition(".")[0] == "torch"
+    filename = frame.f_code.co_filename
+    found = _library_files.get(filename)
+    if found is None:
+        name: str = frame.f_globals.get("__name__", "")
+        found = filename.startswith(_PACKAGE) or name.partition(".")[0] == "torch"
+        _library_files[filename] = found
+    return found
+
+
+_library_files: dict[str, bool] = {}

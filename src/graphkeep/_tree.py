@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -28,6 +28,9 @@ def _is_leaf(obj: object) -> bool:
 
 def flatten(tree: object) -> Iterator[Any]:
     """Every member of a tree, in order."""
+    if type(tree) is torch.Tensor:  # the commonest tree; a pytree walk would cost as much as the rest of a `cut`
+        yield tree
+        return
     for member in _pytree.tree_leaves(tree, is_leaf=_is_leaf):
         if _is_plain_dataclass(member):
             for field in dataclasses.fields(member):
@@ -39,6 +42,8 @@ def flatten(tree: object) -> Iterator[Any]:
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: T) -> T:
     """A tree of the same types and structure with ``fn`` applied to each tensor; all else is passed through."""
+    if type(tree) is torch.Tensor:
+        return cast(T, fn(tree))
 
     def visit(member: Any) -> Any:
         if isinstance(member, torch.Tensor):
