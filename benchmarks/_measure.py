@@ -1,8 +1,9 @@
 """How time and memory are measured, and the rows in which results are kept.
 
-**Live bytes**: unique storages alive, told by weak references. **Time**: variants alternate A B A B in one process, on one
-thread; the figure is the ratio of medians, with the middle 90 % of a bootstrap over rounds beside it. **Process peak**: how far
-the peak of resident memory rises while a child process runs one variant.
+**Live bytes**: unique storages alive, told by weak references. **Time**: variants alternate A B B A in one process, on one
+thread; the figure is the ratio of medians, with the middle 90 % of a bootstrap over rounds beside it. It is the process's CPU
+time: one thread that never waits has no other, and what else the machine does stays out of it. **Process peak**: how far the
+peak of resident memory rises while a child process runs one variant.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.fx.experimental.symbolic_shapes  # 35 MiB, which torch imports in the first backward that is given a gradient
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -47,6 +49,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, apart: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
+        # torch would import it in the first op under the mode, and leave that op's frames, with their tensors, in a cycle
+        import torch._dynamo
+
         # held, so that none of their addresses is used again
         self._apart = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in apart)}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -86,7 +91,7 @@ def peak_bytes(fn: Callable[[], object], apart: Iterable[torch.Tensor]) -> int:
 def alternate(
     variants: dict[str, Callable[[], object]], rounds: int, before: Callable[[], object] = lambda: None
 ) -> dict[str, list[float]]:
-    """Seconds of each variant in each round, A B A B. A first round warms up and is not counted.
+    """Seconds of each variant in each round, A B B A. A first round warms up and is not counted.
 
     Arguments:
         variants: what to time.
@@ -95,13 +100,13 @@ def alternate(
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     for round_ in range(rounds + 1):
-        for name, fn in variants.items():
+        for name, fn in list(variants.items())[:: -1 if round_ % 2 else 1]:
             before()
             gc.collect()
             gc.disable()
-            start = time.perf_counter()
+            start = time.process_time()
             fn()
-            seconds = time.perf_counter() - start
+            seconds = time.process_time() - start
             gc.enable()
             if round_:
                 times[name].append(seconds)
@@ -128,12 +133,19 @@ def process_growth(fn: Callable[[], object]) -> int:
     return process_peak() - before
 
 
-def in_child(module: str, *args: str) -> Any:
-    """Run ``python -m module args`` and return what its last line of output says, as JSON."""
+def in_child(module: str, *args: str, steady: bool) -> Any:
+    """Run ``python -m module args`` and return what its last line of output says, as JSON.
+
+    Arguments:
+        module: a module of this package.
+        args: its arguments.
+        steady: with `STEADY_MALLOC`, for times; peaks are those of the allocator as users have it.
+    """
+    env = {name: value for name, value in os.environ.items() if name not in STEADY_MALLOC}
     done = subprocess.run(
         [sys.executable, "-m", module, *args],
         cwd=ROOT,
-        env=STEADY_MALLOC | os.environ,
+        env=env | STEADY_MALLOC if steady else env,
         stdout=subprocess.PIPE,
         text=True,
         check=True,

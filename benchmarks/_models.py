@@ -65,7 +65,7 @@ def _conv_net() -> Job:
         return nn.Sequential(*(_conv(64, 64) for _ in range(depth)), *pool)
 
     heads = [head(1) for _ in range(HEADS - 1)] + [head(2)]
-    return Job(trunk, heads, torch.randn(8, 3, 64, 64), torch.randint(CLASSES, (HEADS, 8)))
+    return Job(trunk, heads, torch.randn(6, 3, 64, 64), torch.randint(CLASSES, (HEADS, 6)))
 
 
 class _LastToken(nn.Module):
@@ -85,7 +85,7 @@ def _transformer() -> Job:
 
     trunk = nn.Sequential(nn.Linear(64, 128), *(layer() for _ in range(4)))
     heads = [head(1) for _ in range(HEADS - 1)] + [head(2)]
-    return Job(trunk, heads, torch.randn(8, 128, 64), torch.randint(CLASSES, (HEADS, 8)))
+    return Job(trunk, heads, torch.randn(6, 128, 64), torch.randint(CLASSES, (HEADS, 6)))
 
 
 _BUILD = {"conv": _conv_net, "transformer": _transformer}

@@ -14,7 +14,7 @@ from benchmarks import _measure
 from benchmarks._measure import Row, mib
 from benchmarks._models import HEADS, MODELS, Job, build
 
-ROUNDS = 9
+ROUNDS = 7
 
 Backward = Callable[[Tensor, Tensor], None]
 

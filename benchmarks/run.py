@@ -29,7 +29,7 @@ def main() -> None:
     rows = []
     for name in BENCHMARKS:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        rows += [Row(**row) for row in in_child(f"benchmarks.{name}")]
+        rows += [Row(**row) for row in in_child(f"benchmarks.{name}", steady=True)]
     machine = {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -50,9 +50,10 @@ def markdown(rows: list[Row], machine: dict[str, object]) -> str:
     lines = [
         "# Benchmarks: `cut` and `backward(keep=)`",
         "",
-        "Written by `make bench`. Every figure compares within one run, and smaller is better. Times are ratios of medians over",
-        "alternating rounds on one thread; in brackets the middle 90 % of a bootstrap over rounds. *Live bytes* are unique",
-        "storages alive, apart from parameters, their gradients and the batch.",
+        "Written by `make bench`. Every figure compares within one run, and smaller is better. Times are ratios of medians",
+        "over alternating rounds on one thread; in brackets the middle 90 % of a bootstrap over rounds. *Live bytes* are",
+        "unique storages alive, apart from parameters, their gradients and the batch. *Within noise*: over what is wanted,",
+        "by less than the bracket.",
         "",
         ", ".join(f"{key} {value}" for key, value in machine.items()) + ".",
     ]

@@ -16,9 +16,13 @@ from graphkeep._errors import FreedGraphError as FreedGraphError
 from graphkeep._errors import GraphkeepError as GraphkeepError
 from graphkeep._errors import NotFreedWarning as NotFreedWarning
 from graphkeep._errors import NotInGraphError as NotInGraphError
+from graphkeep._errors import ReplayError as ReplayError
 from graphkeep._explain import Explanation as Explanation
 from graphkeep._explain import explain as explain
+from graphkeep._infer import Inference as Inference
+from graphkeep._infer import infer as infer
 from graphkeep._install import install as install
 from graphkeep._keep import backward as backward
+from graphkeep._plan import Plan as Plan
 
 __version__ = "0.1.0"

@@ -75,6 +75,10 @@ class BypassedCutError(GraphkeepError):
     """A backward reached a stand-in of a `cut` and, by another path, the trunk below it."""
 
 
+class ReplayError(GraphkeepError):
+    """Running a forward again did not give the values that it gave before."""
+
+
 class NotFreedWarning(UserWarning):
     """Gradients are right, yet some of the graph's memory could not be freed; the message names the nodes."""
 

@@ -34,31 +34,34 @@ def flatten(tree: object) -> Iterator[Any]:
     for member in _pytree.tree_leaves(tree, is_leaf=_is_leaf):
         if _is_plain_dataclass(member):
             for field in dataclasses.fields(member):
-                # a field without a value (init=False, never set) has no member
-                yield from flatten(getattr(member, field.name, None))
+                if hasattr(member, field.name):  # init=False, and never set
+                    yield from flatten(getattr(member, field.name))
         else:
             yield member
 
 
-def map_tensors(fn: Callable[[torch.Tensor], Any], tree: T) -> T:
-    """A tree of the same types and structure with ``fn`` applied to each tensor; all else is passed through."""
+def map_members(fn: Callable[[Any], Any], tree: T) -> T:
+    """A tree of the same types and structure with ``fn`` applied to each member, in the order of `flatten`."""
     if type(tree) is torch.Tensor:
         return cast(T, fn(tree))
 
     def visit(member: Any) -> Any:
-        if isinstance(member, torch.Tensor):
-            return fn(member)
-        return _map_dataclass(fn, member) if _is_plain_dataclass(member) else member
+        return _map_dataclass(fn, member) if _is_plain_dataclass(member) else fn(member)
 
     return _pytree.tree_map(visit, tree, is_leaf=_is_leaf)
 
 
-def _map_dataclass(fn: Callable[[torch.Tensor], Any], obj: Any) -> Any:
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: T) -> T:
+    """A tree of the same types and structure with ``fn`` applied to each tensor; all else is passed through."""
+    return map_members(lambda member: fn(member) if isinstance(member, torch.Tensor) else member, tree)
+
+
+def _map_dataclass(fn: Callable[[Any], Any], obj: Any) -> Any:
     # copy, then set: a constructor may do work, and frozen classes and init=False fields refuse `replace`
     new = copy.copy(obj)
     for field in dataclasses.fields(obj):
         if hasattr(obj, field.name):
-            object.__setattr__(new, field.name, map_tensors(fn, getattr(obj, field.name)))
+            object.__setattr__(new, field.name, map_members(fn, getattr(obj, field.name)))
     return new
 
 

@@ -1,0 +1,247 @@
+"""The first pass of `infer`: every chunk forward, the values kept, the graphs let go of, and what a replay will need noted."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from graphkeep import _graph, _modules, _replay, _tree
+from graphkeep._batch import Arguments, Call, Outputs, select
+from graphkeep._errors import ArgumentError, ChangedGraphError
+from graphkeep._plan import Plan
+from graphkeep._replay import World
+from graphkeep._saved import slot_storages, slots
+from graphkeep._storage import StorageSet
+
+
+class Kept:
+    """The graph of a chunk that is still there: its outputs, and the stand-ins of its arguments."""
+
+    def __init__(self, outputs: list[torch.Tensor], call: Call, size: int) -> None:
+        self.outputs = outputs
+        self.stand_ins = call.stand_ins
+        self.size = size
+
+
+class FirstPass:
+    """One whole batch, run forward.
+
+    Arguments:
+        model: the callable.
+        arguments: of the whole batch.
+        chunk_size: samples that run forward together; None for all.
+        limit: bytes of graph that may be kept; None for no limit.
+        plan: where to say what was done.
+        where: the line of the user's call.
+
+    Attributes:
+        tensors: the tensors among the outputs, detached, all samples.
+        differentiable: for each of them, whether it had a graph.
+        leaves: the leaf tensors, by identity, that some chunk's graph leads to, arguments apart.
+        alone: whether rows may be computed without the rest of their chunk.
+        coupled: whether the model is known to mix the samples of a batch.
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], arguments: Arguments, chunk_size: int | None, limit: int | None, plan: Plan, where: str
+    ) -> None:
+        self.model = model
+        self.arguments = arguments
+        self.plan = plan
+        self.where = where
+        self.step = min(chunk_size or arguments.size, arguments.size)
+        self.chunks = [slice(i, min(i + self.step, arguments.size)) for i in range(0, arguments.size, self.step)]
+        plan.chunks = len(self.chunks)
+        self.kept: dict[int, Kept] = {}
+        self.worlds: list[World] = []
+        self.leaves: dict[int, torch.Tensor] = {}
+        self.differentiable: list[bool] = []
+        self.alone = True
+        self.coupled = False
+        self._limit = limit
+        self.modules = _replay.modules_of(model)
+        self._refuse_coupled()
+        self._run()
+
+    def _run(self) -> None:
+        arguments = self.arguments
+        outputs = Outputs(arguments.dim)
+        seconds = 0.0
+        for k, rows in enumerate(self.chunks):
+            self.worlds.append(World(self.modules, self.worlds[-1] if self.worlds else None))
+            call = arguments.take(rows)
+            mark = _sequence_number()
+            started = time.perf_counter()
+            torch.clear_autocast_cache()  # a cast made by the chunk before carries that chunk's graph
+            with self._watch_for_modules(self.worlds[0]) if k == 0 else contextlib.nullcontext():
+                tree = self.model(*call.args, **call.kwargs)
+            torch.clear_autocast_cache()
+            seconds += time.perf_counter() - started
+            tensors = outputs.add(tree, rows.stop - rows.start)
+            del tree
+            self.differentiable = [tensor.requires_grad for tensor in tensors]
+            size = self._read_graph(tensors, call, mark)
+            if self._limit is None or (self._limit and self.plan.kept_bytes + size <= self._limit):
+                self.kept[k] = Kept(tensors, call, size)
+                self.plan.kept_bytes += size
+                self.plan.kept_chunks += 1
+            del tensors, call
+            if k == 0:
+                self._refuse_coupled()  # modules that were seen only now
+        self.worlds.append(World(self.modules, self.worlds[-1]))
+        self.changing = self.worlds[0].changed_by(self.worlds[-1])
+        self.forward_seconds = seconds / arguments.size
+        self.tensors, self.values = outputs.join()
+        self.build = outputs.build
+        for tensor, version in arguments.versions:
+            if tensor._version != version:
+                raise ArgumentError(
+                    "the model changes its argument in place, so a replay would start from other values",
+                    where=f"an argument of shape {list(tensor.shape)}",
+                    instead="a model that leaves its inputs alone: an op out of place, or inplace=False in its first layers",
+                )
+        self._versions = [(t, t._version) for t in self.weights() if not t.is_inference()]
+        self._settle_how()
+
+    @contextlib.contextmanager
+    def _watch_for_modules(self, world: World) -> Iterator[None]:
+        """Find the modules that a callable reaches in ways that `modules_of` cannot see."""
+        known = set(self.modules)
+        if any(hasattr(module, "_orig_mod") for module in known) or hasattr(self.model, "_torchdynamo_orig_callable"):
+            yield  # a global hook would make the compiler start over
+            return
+
+        def meet(module: nn.Module, _args: object) -> None:
+            if module not in known:
+                known.add(module)
+                self.modules.append(module)
+                world.include([module])
+
+        handle = register_module_forward_pre_hook(meet)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _refuse_coupled(self) -> None:
+        coupled = _replay.couples_rows(self.modules)
+        if coupled:
+            self.alone, self.coupled = False, True
+            names = ", ".join(_replay.name_of(module, self.modules) for module in coupled[:3])
+            if len(self.chunks) > 1:
+                raise ArgumentError(
+                    f"with chunk_size={self.step} these modules would see other statistics than in the whole batch: {names}",
+                    instead="chunk_size=None, or model.eval() where the running statistics are meant",
+                )
+            self.plan.say(f"the whole batch is replayed: {names} mixes its samples")
+
+    def _read_graph(self, tensors: list[torch.Tensor], call: Call, mark: int) -> int:
+        """Note the leaves that a chunk's graph leads to; returns the bytes that it holds, parameters apart."""
+        roots = [torch.autograd.graph.get_gradient_edge(t).node for t in tensors if t.requires_grad]
+        nodes = _graph.reach(roots)
+        stand_ins = {id(stand_in) for stand_in in call.stand_ins.values()}
+        for node in nodes:
+            variable = _graph.leaf(node)
+            if variable is None and node._sequence_nr() < mark:
+                raise ArgumentError(
+                    f"the model uses a tensor that was computed before, by {_graph.op(node)}, and is not among its arguments",
+                    instead="pass that tensor as an argument of gk.infer, so that its gradient can be handed on",
+                )
+            if variable is not None and id(variable) not in stand_ins:
+                self.leaves.setdefault(id(variable), variable)
+        if not self._limit and self._limit is not None:
+            return 0
+        apart = StorageSet()
+        for tensor in (*self.weights(), *self.arguments.differentiable.values()):
+            apart.add_tensor(tensor)
+        held = StorageSet(s for node in nodes for slot in slots(node) for s in slot_storages(slot) if s not in apart)
+        return held.nbytes
+
+    def _settle_how(self) -> None:
+        if self.alone and any(a.drew_random(b) for a, b in zip(self.worlds, self.worlds[1:], strict=False)):
+            self.alone = False
+            self.plan.say("whole chunks are replayed: the model draws random numbers, which one row alone would draw otherwise")
+        if self.alone and len(self.chunks) > 1:
+            self._refuse_rows_that_mix()
+
+    def _refuse_rows_that_mix(self) -> None:
+        """Two rows of the first chunk by themselves must give what they gave in the chunk."""
+        first, last = self.chunks[0].start, self.chunks[0].stop - 1
+        if last - first <= 1:  # they are the whole chunk
+            return
+        rows = torch.tensor([first, last])
+        with self.worlds[0].restored(self.changing), torch.no_grad():
+            replayed = self.forward(rows)[0]
+        wanted = [select(tensor, rows, self.arguments.dim) for tensor in self.tensors]
+        pairs = zip(replayed, wanted, strict=True)
+        if all(_replay.near_values(a, b, factor=100) for a, b in pairs if a.is_floating_point() or a.is_complex()):
+            return
+        raise ArgumentError(
+            "the model gives two samples other outputs by themselves than inside a chunk, so chunk_size would change the results",
+            where="a module that mixes the samples, an LSTM or attention that has the batch in another dimension, for example",
+            instead="chunk_size=None; or batch_dim= (batch_first=True in torch's modules) if dimension "
+            f"{self.arguments.dim} is not the batch",
+        )
+
+    # --- what replays use ---------------------------------------------------------------------------------------------------
+
+    def forward(self, rows: slice | torch.Tensor) -> tuple[list[torch.Tensor], Call]:
+        """Run the model on some rows, as the world is now; returns the tensors among its outputs."""
+        call = self.arguments.take(rows)
+        tree = self.model(*call.args, **call.kwargs)
+        return [member for member in _tree.flatten(tree) if isinstance(member, torch.Tensor)], call
+
+    def free(self, k: int) -> Kept:
+        """Take a kept graph out of what is held."""
+        kept = self.kept.pop(k)
+        self.plan.kept_chunks -= 1
+        self.plan.kept_bytes -= kept.size
+        return kept
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        """Every tensor, arguments apart, that must not change before a replay: leaves, and parameters without a gradient."""
+        seen = set(self.leaves)
+        yield from self.leaves.values()
+        for module in self.modules:
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    def refuse_changes(self, *, stale_ok: bool) -> None:
+        """Raise if a weight or an argument is no longer what it was in the first pass."""
+        for tensor, version in () if stale_ok else self._versions:
+            if tensor._version != version:
+                raise ChangedGraphError(
+                    f"a weight was changed after the first pass: {_modules.describe(tensor)}",
+                    where=f"gk.infer() at {self.where}",
+                    instead="gk.infer again after optimizer.step(), or stale_ok=True to differentiate at the new weights",
+                )
+        for leaf in self.leaves.values():
+            if not leaf.requires_grad:
+                raise ChangedGraphError(
+                    f"a weight was frozen after the first pass: {_modules.describe(leaf)}",
+                    where=f"gk.infer() at {self.where}",
+                    instead="requires_grad_(False) before gk.infer, or after the last backward",
+                )
+        for tensor, version in self.arguments.versions:
+            if tensor._version != version:
+                raise ChangedGraphError(
+                    f"an argument of shape {list(tensor.shape)} was changed in place after the first pass",
+                    where=f"gk.infer() at {self.where}",
+                    instead="gk.infer again, or the change out of place",
+                )
+
+
+def _sequence_number() -> int:
+    """The number that autograd gives to a node made now; nodes of the graph that follows have larger ones."""
+    return _ONE.view(1).grad_fn._sequence_nr()  # type: ignore[union-attr]
+
+
+_ONE = torch.ones(1, requires_grad=True)

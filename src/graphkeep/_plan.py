@@ -1,0 +1,85 @@
+"""What `infer` did and why: the counts that can be read as ``out.plan``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from graphkeep._errors import ArgumentError
+from graphkeep._storage import format_bytes
+
+
+@dataclass
+class Plan:
+    """What an `infer` did so far. ``str()`` says it in words.
+
+    Attributes:
+        samples: samples in the batch.
+        chunks: chunks that they ran forward in.
+        keep: what was asked to be kept.
+        kept_chunks: chunks whose graph is held now.
+        kept_bytes: bytes that these graphs hold, parameters apart.
+        rows_asked: rows whose gradient has been asked for by a backward, each counted once a backward.
+        rows_backward: samples that ran backward for it. Equal to `rows_asked` where rows are computed alone.
+        rows_replayed: samples that ran forward again.
+        replays: forwards that were run again.
+        why: the reasons for what was done, in order, each said once.
+    """
+
+    samples: int
+    chunks: int
+    keep: str
+    kept_chunks: int = 0
+    kept_bytes: int = 0
+    rows_asked: int = 0
+    rows_backward: int = 0
+    rows_replayed: int = 0
+    replays: int = 0
+    why: list[str] = field(default_factory=list)
+
+    def say(self, reason: str) -> None:
+        if reason not in self.why:
+            self.why.append(reason)
+
+    def __str__(self) -> str:
+        kept = f"{self.kept_chunks} kept ({format_bytes(self.kept_bytes)})" if self.kept_chunks else "none kept"
+        lines = [
+            f"{self.samples:,} samples forward, chunks: {self.chunks:,}, {kept} (keep={self.keep})",
+            f"{self.rows_asked:,} rows asked for, {self.rows_backward:,} run backward, {self.rows_replayed:,} run forward again, "
+            f"replays: {self.replays:,}",
+        ]
+        return "\n".join(lines + [f"  {reason}" for reason in self.why])
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(limit: int | str, argument: str) -> int:
+    """``2**30``, ``"1GiB"``, ``"512 MB"``: a number of bytes."""
+    if isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0:
+        return limit
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", limit) if isinstance(limit, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise ArgumentError(
+            f"{argument}={limit!r} is no number of bytes", instead='an int, or a string such as "512MiB" or "1.5GiB"'
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_keep(keep: int | str, budget: int | str | None) -> int | None:
+    """How many bytes of graph may be kept; None for no limit."""
+    if budget is not None and keep != "auto":
+        raise ArgumentError('budget= goes with keep="auto"', instead='keep="auto", budget=..., or the bytes as keep=')
+    if keep == "nothing":
+        return 0
+    if keep == "everything" or (keep == "auto" and budget is None):
+        return None
+    if keep == "auto":
+        return parse_bytes(budget or 0, "budget")
+    try:
+        return parse_bytes(keep, "keep")
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"keep={keep!r}", instead='"nothing", "everything", "auto", or bytes such as 2**30 or "1GiB"'
+        ) from error

@@ -1,0 +1,387 @@
+"""The rows that `infer` hands out, and the backward that replays them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from graphkeep import _replay
+from graphkeep._batch import Call, select
+from graphkeep._errors import ArgumentError, FreedGraphError, ReplayError
+from graphkeep._first_pass import FirstPass
+
+Gradients = list[torch.Tensor | None]
+
+
+class Rows(torch.autograd.Function):
+    """One node for some rows: forward hands out their values, backward replays them.
+
+    Its inputs are the leaves and arguments that the rows depend on, so that the engine accumulates their gradients itself, once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, replays: Replays, numbers: torch.Tensor, *_targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.replays = replays
+        ctx.numbers = numbers
+        ctx.set_materialize_grads(False)
+        picked = replays.values(numbers)
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, has_graph in zip(picked, replays.differentiable, strict=True) if not has_graph)
+        )
+        return tuple(picked)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ArgumentError(
+                "second derivatives through out[rows] are not available: its backward replays the model",
+                instead="model(inputs[rows]) and torch.autograd.grad(..., create_graph=True) on what it returns",
+            )
+        return None, None, *ctx.replays.backward(ctx.numbers, grads)
+
+
+class Replays:
+    """Runs backward for rows of a first pass: by a kept graph, by the rows alone, or by their whole chunk.
+
+    Arguments:
+        first: the first pass.
+        stale_ok: do not compare with the values that were handed out.
+        choose: where a graph was kept, use it only if that is the cheaper way.
+    """
+
+    def __init__(self, first: FirstPass, *, stale_ok: bool, choose: bool) -> None:
+        self._first: FirstPass | None = first
+        self._stale_ok = stale_ok
+        self._choose = choose
+        self._substitute = not first.coupled
+        self._backward_seconds = 2 * first.forward_seconds  # a sample, until one has been seen
+        self.differentiable = first.differentiable
+
+    def close(self) -> None:
+        self._first = None
+
+    def _source(self) -> FirstPass:
+        if self._first is None:
+            raise FreedGraphError(
+                "the rows of an inference that has been discarded", instead="out.discard() after the last backward"
+            )
+        return self._first
+
+    def values(self, numbers: torch.Tensor) -> list[torch.Tensor]:
+        first = self._source()
+        # copies: what is done to them in place must not reach the values that replays are compared with
+        return [select(tensor, numbers, first.arguments.dim) for tensor in first.tensors]
+
+    def rows(self, numbers: torch.Tensor) -> list[torch.Tensor]:
+        """The outputs of some rows, with a graph if the model gave them one."""
+        first = self._source()
+        if not (torch.is_grad_enabled() and any(first.differentiable)):
+            return self.values(numbers)
+        apply: Any = Rows.apply
+        return list(apply(self, numbers, *first.leaves.values(), *first.arguments.differentiable.values()))
+
+    # --- backward -----------------------------------------------------------------------------------------------------------
+
+    def backward(self, numbers: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> Gradients:
+        """Gradients of the leaves and of the arguments, in that order, for gradients of the outputs of some rows."""
+        first = self._source()
+        first.refuse_changes(stale_ok=self._stale_ok)
+        dim = first.arguments.dim
+        rows, place = numbers.unique(return_inverse=True)
+        wanted = [
+            None if grad is None else _sum_rows(grad, place, len(rows), dim) if has_graph else None
+            for grad, has_graph in zip(grads, first.differentiable, strict=True)
+        ]
+        first.plan.rows_asked += len(rows)
+        sums = _Sums(first)
+        with _silenced(first.leaves.values()):
+            for part in self._parts(rows):
+                self._run(part, rows, wanted, sums)
+        return sums.gradients(empty=len(rows) == 0)
+
+    def _parts(self, rows: torch.Tensor) -> Iterator[tuple[int | None, torch.Tensor]]:
+        """Split rows into what is run together: (chunk, its rows), or (None, rows that are computed alone)."""
+        first = self._source()
+        alone: list[torch.Tensor] = []
+        for k in (rows // first.step).unique().tolist():
+            mine = rows[(rows // first.step) == k]
+            size = first.chunks[k].stop - first.chunks[k].start
+            if (k in first.kept and self._use_kept(k, mine, size)) or len(mine) == size or not first.alone:
+                yield k, mine
+            else:
+                alone.append(mine)
+        if alone:
+            for group in torch.cat(alone).split(first.step):
+                yield None, group
+
+    def _use_kept(self, k: int, rows: torch.Tensor, size: int) -> bool:
+        first = self._source()
+        rejected = _others(first.chunks[k], rows)
+        dim = first.arguments.dim
+        if len(rejected) and not all(
+            bool(torch.isfinite(select(t, rejected, dim)).all()) for t in first.tensors if t.is_floating_point()
+        ):
+            first.plan.say("a kept graph was replayed: a rejected sample in it is not finite, and 0 · NaN is NaN")
+            first.free(k)
+            return False
+        cheaper = len(rows) * (first.forward_seconds + self._backward_seconds) < size * self._backward_seconds
+        if self._choose and first.alone and cheaper:
+            first.plan.say("rows were replayed alone where that is cheaper than backward through their kept chunk")
+            first.free(k)
+            return False
+        return True
+
+    def _run(
+        self, part: tuple[int | None, torch.Tensor], rows: torch.Tensor, wanted: Sequence[torch.Tensor | None], sums: _Sums
+    ) -> None:
+        """Backward for one part; `wanted` are the gradients of the outputs of all `rows`."""
+        first = self._source()
+        k, mine = part
+        own = torch.searchsorted(rows, mine)
+        grads = [None if grad is None else select(grad, own, first.arguments.dim) for grad in wanted]
+        if k is None:
+            again = self._alone(mine)
+            if again is not None:
+                self._differentiate(*again, grads, mine, sums)
+                return
+            for chunk in (mine // first.step).unique().tolist():
+                self._run((chunk, mine[(mine // first.step) == chunk]), rows, wanted, sums)
+            return
+        chunk = first.chunks[k]
+        inside = mine - chunk.start
+        size = chunk.stop - chunk.start
+        if k in first.kept:
+            kept = first.free(k)
+            spread = [_spread(grad, inside, size, first.arguments.dim) for grad in grads]
+            numbers = torch.arange(chunk.start, chunk.stop)
+            call = Call((), {}, kept.stand_ins)
+            if self._differentiate(kept.outputs, call, spread, numbers, sums, must_be_finite=len(mine) < size):
+                return
+            first.plan.say("a kept graph was replayed: a rejected sample in it brought NaN or inf to a gradient")
+        outputs, call, replaced = self._whole(k, mine)
+        spread = [_spread(grad, inside, size, first.arguments.dim) for grad in grads]
+        numbers = torch.arange(chunk.start, chunk.stop)
+        self._differentiate(outputs, call, spread, numbers, sums, counts=inside if replaced else None)
+
+    def _alone(self, rows: torch.Tensor) -> tuple[list[torch.Tensor], Call] | None:
+        """The rows by themselves; None if that gives other values than they had in their chunk."""
+        first = self._source()
+        k = int(rows[0]) // first.step
+        with first.worlds[k].restored(first.changing):
+            outputs, call = self._forward(rows)
+        if self._stale_ok or self._as_before(outputs, rows):
+            return outputs, call
+        first.alone = False
+        first.plan.say("whole chunks are replayed: rows by themselves gave other values")
+        return None
+
+    def _whole(self, k: int, rows: torch.Tensor) -> tuple[list[torch.Tensor], Call, bool]:
+        """A whole chunk again. Samples that were not asked for are replaced by one that was, so that what is wrong with them
+        (NaN) reaches no gradient; where samples depend on each other, which the values show, they stay.
+
+        Returns:
+            The outputs, the call, and whether samples were replaced.
+        """
+        first = self._source()
+        chunk = first.chunks[k]
+        if self._substitute and len(rows) < chunk.stop - chunk.start:
+            numbers = torch.full((chunk.stop - chunk.start,), int(rows[0]))
+            numbers[rows - chunk.start] = rows
+            with first.worlds[k].restored(first.changing):
+                outputs, call = self._forward(numbers)
+            if self._stale_ok or self._as_before(outputs, rows, rows - chunk.start):
+                return outputs, call, True
+            self._substitute = False
+            first.plan.say("chunks are replayed with all their samples, since these depend on each other")
+        with first.worlds[k].restored(first.changing):
+            outputs, call = self._forward(chunk)
+        if not self._stale_ok and not self._as_before(outputs, torch.arange(chunk.start, chunk.stop)):
+            self._refuse(k)
+        return outputs, call, False
+
+    def _forward(self, rows: slice | torch.Tensor) -> tuple[list[torch.Tensor], Call]:
+        first = self._source()
+        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        first.plan.replays += 1
+        first.plan.rows_replayed += count
+        return first.forward(rows)
+
+    def _as_before(self, outputs: list[torch.Tensor], rows: torch.Tensor, inside: torch.Tensor | None = None) -> bool:
+        """Whether outputs, or their rows `inside`, are what was handed out for the given rows."""
+        first = self._source()
+        dim = first.arguments.dim
+        if len(outputs) != len(first.tensors):
+            return False
+        for output, value, has_graph in zip(outputs, first.tensors, first.differentiable, strict=True):
+            values = output.detach() if inside is None else select(output.detach(), inside, dim)
+            if output.requires_grad != has_graph or not _replay.near_values(values, select(value, rows, dim)):
+                return False
+        return True
+
+    def _refuse(self, k: int) -> None:
+        first = self._source()
+
+        def again() -> None:
+            with first.worlds[k].restored(first.changing):
+                first.forward(first.chunks[k])
+
+        module = _replay.first_difference(again, first.modules)
+        cause = (
+            f"likely {_replay.name_of(module, first.modules)}: it gives other values each time it runs"
+            if module is not None
+            else "something outside parameters, buffers and torch's generators has changed since: a Python attribute, a cache, a "
+            "list, numpy's or Python's generator"
+        )
+        raise ReplayError(
+            "running the model again did not give the values that were handed out, so their gradients would be wrong",
+            where=f"{cause} (gk.infer() at {first.where})",
+            instead='keep="everything", which runs nothing again as long as a chunk is asked for once; or a model whose outputs '
+            "depend on its arguments, parameters, buffers and torch's generators only",
+        )
+
+    def _differentiate(
+        self,
+        outputs: list[torch.Tensor],
+        call: Call,
+        grads: Sequence[torch.Tensor | None],
+        numbers: torch.Tensor,
+        sums: _Sums,
+        *,
+        must_be_finite: bool = False,
+        counts: torch.Tensor | None = None,
+    ) -> bool:
+        """Backward through one graph, into the sums.
+
+        Arguments:
+            numbers: the rows that the graph has.
+            must_be_finite: add nothing and return False if a gradient is not finite; the graph has rows that were not asked
+                for, and it may come from these.
+            counts: positions of the rows whose input gradients count; None for all.
+        """
+        first = self._source()
+        pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+        started = time.perf_counter()
+        targets = [*first.leaves.values(), *call.stand_ins.values()]
+        found: Gradients = [None] * len(targets)
+        if pairs:
+            found = list(torch.autograd.grad([o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True))
+        if must_be_finite and not all(bool(torch.isfinite(_dense(grad)).all()) for grad in found if grad is not None):
+            return False
+        first.plan.rows_backward += len(numbers)
+        self._backward_seconds = (self._backward_seconds + (time.perf_counter() - started) / len(numbers)) / 2
+        sums.add(found, list(call.stand_ins), numbers, counts)
+        return True
+
+
+class _Sums:
+    """Gradients of leaves, whole, and of the batch's arguments, by rows, summed over the parts of one backward."""
+
+    def __init__(self, first: FirstPass) -> None:
+        self._first = first
+        self._whole: dict[int, torch.Tensor] = {}  # by position in `targets`
+        self._own: set[int] = set()
+        self._pieces: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def add(self, found: Gradients, positions: list[int], numbers: torch.Tensor, counts: torch.Tensor | None) -> None:
+        arguments, n_leaves = self._first.arguments, len(self._first.leaves)
+        order = list(arguments.differentiable)
+        for i, grad in enumerate(found):
+            if grad is None:
+                continue
+            if i < n_leaves:
+                self._sum(i, grad)
+                continue
+            position = positions[i - n_leaves]
+            if arguments.batched(position):
+                if counts is not None:
+                    grad = select(grad, counts, arguments.dim)
+                self._pieces.setdefault(position, []).append((numbers if counts is None else numbers[counts], grad))
+            else:
+                self._sum(n_leaves + order.index(position), grad)
+
+    def _sum(self, i: int, grad: torch.Tensor) -> None:
+        if i not in self._whole:
+            self._whole[i] = grad
+        elif i in self._own and self._whole[i].layout == grad.layout:
+            self._whole[i].add_(grad)
+        else:  # the first one may be somebody else's memory
+            self._whole[i] = self._whole[i] + grad
+            self._own.add(i)
+
+    def gradients(self, *, empty: bool) -> Gradients:
+        first = self._first
+        targets = [*first.leaves.values(), *first.arguments.differentiable.values()]
+        found: Gradients = [self._whole.get(i) for i in range(len(targets))]
+        for i, position in enumerate(first.arguments.differentiable, start=len(first.leaves)):
+            if position in self._pieces:
+                found[i] = _scatter(self._pieces.pop(position), targets[i], first.arguments.dim)
+        if empty:  # no row was asked for: zeros, so that every parameter still takes part (in DDP's synchronisation too)
+            return [torch.zeros_like(target) for target in targets]
+        return found
+
+
+def _scatter(pieces: list[tuple[torch.Tensor, torch.Tensor]], target: torch.Tensor, dim: int) -> torch.Tensor:
+    """The gradient of a whole argument from that of some rows, at a cost of these rows where that can be."""
+    numbers = torch.cat([numbers for numbers, _ in pieces]).to(target.device)
+    grads = torch.cat([grad for _, grad in pieces], dim)
+    if _accumulates_sparsely(target, dim) and 4 * len(numbers) < target.size(dim):
+        if target.grad is None:
+            target.grad = torch.zeros_like(target)
+        return torch.sparse_coo_tensor(numbers[None], grads, target.shape, check_invariants=False).coalesce()
+    return torch.zeros_like(target).index_add_(dim, numbers, grads)
+
+
+def _accumulates_sparsely(target: torch.Tensor, dim: int) -> bool:
+    """Whether a sparse gradient ends as rows added to a dense ``.grad``, and nobody gets to see it before."""
+    if not target.is_leaf or dim not in (0, -target.dim()) or target.layout is not torch.strided:
+        return False
+    if target._backward_hooks or getattr(target, "_post_accumulate_grad_hooks", None):
+        return False
+    if target.grad is not None and (target.grad.layout is not torch.strided or target.grad.requires_grad):
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(target).node))
+    except RuntimeError:  # torch.autograd.grad hands it to the user
+        return False
+
+
+def _sum_rows(grad: torch.Tensor, place: torch.Tensor, count: int, dim: int) -> torch.Tensor:
+    """Gradients of rows that may come twice, summed into sorted unique rows."""
+    shape = list(grad.shape)
+    shape[dim] = count
+    return grad.new_zeros(shape).index_add_(dim, place.to(grad.device), grad)
+
+
+def _spread(grad: torch.Tensor | None, inside: torch.Tensor, size: int, dim: int) -> torch.Tensor | None:
+    """Gradients of some rows, with zeros for the others of their chunk."""
+    if grad is None or len(inside) == size:
+        return grad
+    return _sum_rows(grad, inside, size, dim)
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad.coalesce().values() if grad.layout is torch.sparse_coo else grad
+
+
+def _others(chunk: slice, rows: torch.Tensor) -> torch.Tensor:
+    everyone = torch.arange(chunk.start, chunk.stop)
+    return everyone[~torch.isin(everyone, rows)]
+
+
+@contextlib.contextmanager
+def _silenced(leaves: Any) -> Iterator[None]:
+    """Take the tensor hooks off the leaves for a while: they fire when the engine reaches the leaf, with the whole sum."""
+    hooks = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
+    saved = [dict(table) for table in hooks]
+    try:
+        for table in hooks:
+            table.clear()
+        yield
+    finally:
+        for table, before in zip(hooks, saved, strict=True):
+            table.update(before)
