@@ -183,7 +183,7 @@ class FirstPass:
         if all(_replay.near_values(a, b, factor=100) for a, b in pairs if a.is_floating_point() or a.is_complex()):
             return
         raise ArgumentError(
-            "the model gives two samples other outputs by themselves than inside a chunk, so chunk_size would change the results",
+            "the model gives two samples by themselves other outputs than in a chunk, so chunk_size would change the results",
             where="a module that mixes the samples, an LSTM or attention that has the batch in another dimension, for example",
             instead="chunk_size=None; or batch_dim= (batch_first=True in torch's modules) if dimension "
             f"{self.arguments.dim} is not the batch",

@@ -45,8 +45,8 @@ class Plan:
         kept = f"{self.kept_chunks} kept ({format_bytes(self.kept_bytes)})" if self.kept_chunks else "none kept"
         lines = [
             f"{self.samples:,} samples forward, chunks: {self.chunks:,}, {kept} (keep={self.keep})",
-            f"{self.rows_asked:,} rows asked for, {self.rows_backward:,} run backward, {self.rows_replayed:,} run forward again, "
-            f"replays: {self.replays:,}",
+            f"{self.rows_asked:,} rows asked for, {self.rows_backward:,} run backward, {self.rows_replayed:,} run forward "
+            f"again, replays: {self.replays:,}",
         ]
         return "\n".join(lines + [f"  {reason}" for reason in self.why])
 

@@ -21,7 +21,7 @@ Gradients = list[torch.Tensor | None]
 class Rows(torch.autograd.Function):
     """One node for some rows: forward hands out their values, backward replays them.
 
-    Its inputs are the leaves and arguments that the rows depend on, so that the engine accumulates their gradients itself, once.
+    Its inputs are the leaves and arguments that the rows depend on, so that the engine itself accumulates their gradients.
     """
 
     @staticmethod
@@ -234,13 +234,13 @@ class Replays:
         cause = (
             f"likely {_replay.name_of(module, first.modules)}: it gives other values each time it runs"
             if module is not None
-            else "something outside parameters, buffers and torch's generators has changed since: a Python attribute, a cache, a "
-            "list, numpy's or Python's generator"
+            else "something outside parameters, buffers and torch's generators has changed since: a Python attribute, a "
+            "cache, a list, numpy's or Python's generator"
         )
         raise ReplayError(
             "running the model again did not give the values that were handed out, so their gradients would be wrong",
             where=f"{cause} (gk.infer() at {first.where})",
-            instead='keep="everything", which runs nothing again as long as a chunk is asked for once; or a model whose outputs '
+            instead='keep="everything", which runs nothing again if a chunk is asked for only once; or a model whose outputs '
             "depend on its arguments, parameters, buffers and torch's generators only",
         )
 
