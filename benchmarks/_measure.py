@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, apart: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         # torch would import it in the first op under the mode, and leave that op's frames, with their tensors, in a cycle
-        import torch._dynamo
+        import torch._dynamo  # noqa: F401
 
         # held, so that none of their addresses is used again
         self._apart = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in apart)}

@@ -9,8 +9,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # what README states, in the order in which the example prints it
 FIGURES = {
-    "forward_all_backward_some.py": ["at most 2", "at most 1"],
-    "backward_batch_by_batch.py": ["second time", "1024 rows", "256 rows", "128 rows"],
+    "forward_all_backward_some.py": [
+        "at most 33",
+        "at most 32",
+        "at most 16",
+        "256 samples run forward, 169 asked for, 169 run",
+    ],
+    "backward_batch_by_batch.py": [
+        "256 rows run backward",
+        "second time",
+        "2048 rows run backward",
+        "1,290,240 bytes of graph",
+        "128 rows run backward",
+        " 0 bytes of graph",
+    ],
     "keep_part_of_a_graph.py": [
         "before, y1's graph saves 8000000 bytes, of which x's 4000000",
         "after the first head, y1's graph saves 8000000 bytes",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphkeep import _graph, _modules, _replay, _tree
 from graphkeep._batch import Arguments, Call, Outputs, select
+from graphkeep._distributed import Plain
 from graphkeep._errors import ArgumentError, ChangedGraphError
 from graphkeep._plan import Plan
 from graphkeep._replay import World
@@ -33,7 +33,7 @@ class FirstPass:
     """One whole batch, run forward.
 
     Arguments:
-        model: the callable.
+        wrapper: how to run the model.
         arguments: of the whole batch.
         chunk_size: samples that run forward together; None for all.
         limit: bytes of graph that may be kept; None for no limit.
@@ -49,9 +49,10 @@ class FirstPass:
     """
 
     def __init__(
-        self, model: Callable[..., Any], arguments: Arguments, chunk_size: int | None, limit: int | None, plan: Plan, where: str
+        self, wrapper: Plain, arguments: Arguments, chunk_size: int | None, limit: int | None, plan: Plan, where: str
     ) -> None:
-        self.model = model
+        self.wrapper = wrapper
+        self.model = model = wrapper.forward
         self.arguments = arguments
         self.plan = plan
         self.where = where
@@ -241,7 +242,8 @@ class FirstPass:
 
 def _sequence_number() -> int:
     """The number that autograd gives to a node made now; nodes of the graph that follows have larger ones."""
-    return _ONE.view(1).grad_fn._sequence_nr()  # type: ignore[union-attr]
+    with torch.enable_grad():
+        return _ONE.view(1).grad_fn._sequence_nr()  # type: ignore[union-attr]
 
 
 _ONE = torch.ones(1, requires_grad=True)

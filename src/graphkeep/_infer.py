@@ -17,9 +17,10 @@ from types import TracebackType
 from typing import Any
 
 from graphkeep._batch import Arguments, row_numbers, select
+from graphkeep._distributed import wrapped
 from graphkeep._errors import ArgumentError, ArgumentTypeError, FreedGraphError, caller
 from graphkeep._first_pass import FirstPass
-from graphkeep._plan import Plan, parse_keep
+from graphkeep._plan import Plan, history_of, parse_keep
 from graphkeep._rows import Replays
 
 
@@ -103,11 +104,16 @@ class Inference:
         limit = parse_keep(keep, budget)
         self._stale_ok = stale_ok
         self._where = caller()
-        arguments = Arguments(args, kwargs, batch_dim)
+        wrapper = wrapped(model)
+        arguments = Arguments(*wrapper.begin(args, kwargs), batch_dim)
         self.plan = Plan(arguments.size, 1, str(keep))
-        self._first: FirstPass | None = FirstPass(model, arguments, chunk_size, limit, self.plan, self._where)
+        history = history_of(wrapper.forward)
+        if keep == "auto" and history.replays_are_cheaper:
+            limit = 0
+            self.plan.say(f"no graph kept: going by the last time ({history.share:.0%} of the rows), replays are cheaper")
+        self._first: FirstPass | None = FirstPass(wrapper, arguments, chunk_size, limit, self.plan, self._where)
         self.values = self._first.values
-        self._replays = Replays(self._first, stale_ok=stale_ok, choose=keep == "auto")
+        self._replays = Replays(self._first, history, stale_ok=stale_ok, choose=keep == "auto")
 
     def __len__(self) -> int:
         return self.plan.samples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from dataclasses import dataclass, field
 
 from graphkeep._errors import ArgumentError
@@ -49,6 +50,37 @@ class Plan:
             f"again, replays: {self.replays:,}",
         ]
         return "\n".join(lines + [f"  {reason}" for reason in self.why])
+
+
+@dataclass
+class History:
+    """What was seen of a model in earlier calls, from which ``keep="auto"`` decides.
+
+    Attributes:
+        share: rows asked for, of all.
+        forward_seconds, backward_seconds: of one sample.
+        alone: whether rows could be computed by themselves.
+    """
+
+    share: float = 1.0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    alone: bool = False
+
+    @property
+    def replays_are_cheaper(self) -> bool:
+        return self.alone and self.share * (self.forward_seconds + self.backward_seconds) < self.backward_seconds
+
+
+_histories: weakref.WeakKeyDictionary[object, History] = weakref.WeakKeyDictionary()
+
+
+def history_of(model: object) -> History:
+    """The history of a model, kept for as long as the model lives; a new one for what cannot be a key."""
+    try:
+        return _histories.setdefault(model, History())
+    except TypeError:
+        return History()
 
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

@@ -14,6 +14,7 @@ from graphkeep import _replay
 from graphkeep._batch import Call, select
 from graphkeep._errors import ArgumentError, FreedGraphError, ReplayError
 from graphkeep._first_pass import FirstPass
+from graphkeep._plan import History
 
 Gradients = list[torch.Tensor | None]
 
@@ -28,6 +29,7 @@ class Rows(torch.autograd.Function):
     def forward(ctx: Any, replays: Replays, numbers: torch.Tensor, *_targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.replays = replays
         ctx.numbers = numbers
+        ctx.synchronises = replays.synchronises()
         ctx.set_materialize_grads(False)
         picked = replays.values(numbers)
         ctx.mark_non_differentiable(
@@ -42,6 +44,8 @@ class Rows(torch.autograd.Function):
                 "second derivatives through out[rows] are not available: its backward replays the model",
                 instead="model(inputs[rows]) and torch.autograd.grad(..., create_graph=True) on what it returns",
             )
+        if ctx.synchronises:
+            ctx.replays.prepare()
         return None, None, *ctx.replays.backward(ctx.numbers, grads)
 
 
@@ -50,16 +54,19 @@ class Replays:
 
     Arguments:
         first: the first pass.
+        history: where to note what was seen, for the next call.
         stale_ok: do not compare with the values that were handed out.
         choose: where a graph was kept, use it only if that is the cheaper way.
     """
 
-    def __init__(self, first: FirstPass, *, stale_ok: bool, choose: bool) -> None:
+    def __init__(self, first: FirstPass, history: History, *, stale_ok: bool, choose: bool) -> None:
         self._first: FirstPass | None = first
         self._stale_ok = stale_ok
         self._choose = choose
         self._substitute = not first.coupled
-        self._backward_seconds = 2 * first.forward_seconds  # a sample, until one has been seen
+        self._history = history
+        self._backward_seconds = history.backward_seconds or 2 * first.forward_seconds  # a sample, until one has been seen
+        self._prepared = -1  # the engine's pass that the wrapper has been made ready for
         self.differentiable = first.differentiable
 
     def close(self) -> None:
@@ -85,6 +92,17 @@ class Replays:
         apply: Any = Rows.apply
         return list(apply(self, numbers, *first.leaves.values(), *first.arguments.differentiable.values()))
 
+    def synchronises(self) -> bool:
+        return self._source().wrapper.synchronises()
+
+    def prepare(self) -> None:
+        """Make the wrapper ready for the backward that runs now, once in each."""
+        task = torch._C._current_graph_task_id()
+        if task != self._prepared:
+            self._prepared = task
+            first = self._source()
+            first.wrapper.before_backward(first.leaves.values())
+
     # --- backward -----------------------------------------------------------------------------------------------------------
 
     def backward(self, numbers: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> Gradients:
@@ -102,7 +120,14 @@ class Replays:
         with _silenced(first.leaves.values()):
             for part in self._parts(rows):
                 self._run(part, rows, wanted, sums)
+        self._note()
         return sums.gradients(empty=len(rows) == 0)
+
+    def _note(self) -> None:
+        first, history = self._source(), self._history
+        history.share = min(1.0, first.plan.rows_asked / first.plan.samples)
+        history.forward_seconds, history.backward_seconds = first.forward_seconds, self._backward_seconds
+        history.alone = first.alone
 
     def _parts(self, rows: torch.Tensor) -> Iterator[tuple[int | None, torch.Tensor]]:
         """Split rows into what is run together: (chunk, its rows), or (None, rows that are computed alone)."""

@@ -29,7 +29,7 @@ _TOLERANCE = 1e-5
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--steps", type=_count, default=25, metavar="N", help="timed steps each way (default: 25)")
+    parser.add_argument("--steps", type=_count, default=20, metavar="N", help="timed steps each way (default: 20)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
 
