@@ -1,4 +1,4 @@
-"""L8, L19, L20: two processes (gloo): equal gradients on all ranks, one synchronisation a step, also if a rank keeps nothing."""
+"""L8, L19, L20: two processes (gloo): equal gradients on both, one synchronisation a step, also if a rank keeps nothing."""
 
 from __future__ import annotations
 

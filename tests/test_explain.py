@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -63,6 +65,23 @@ def test_freed_graphs_are_said_to_be_freed() -> None:
     e = gk.explain(y)
     assert (e.state, e.saved_bytes, e.freed_tensors) == ("freed", 0, 1)
     assert "freed" in str(e)
+
+
+def test_a_freed_custom_function_is_said_to_be_freed() -> None:
+    class Saving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x * 2, None)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * ctx.saved_tensors[0]
+
+    y = Saving.apply(torch.ones(10, requires_grad=True))
+    assert gk.explain(y).saved_bytes == 40
+    y.sum().backward()
+    assert gk.explain(y).freed
 
 
 def test_partly_freed() -> None:

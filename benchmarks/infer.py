@@ -1,0 +1,137 @@
+"""Batch by batch: all samples forward, then backward in K batches of rows in random order, gradients of the inputs wanted.
+
+The floor is what the same work costs at the least if nothing is kept: two forwards and one backward of the whole batch. The batches
+together have every sample once. What the ways below `infer` need or lack is said in their names.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+import graphkeep as gk
+from benchmarks import _measure
+from benchmarks._measure import Row
+from benchmarks._nets import Batch, images, sequences
+
+ROUNDS = 5
+CHUNK = 64
+Way = Callable[[Batch, list[Tensor]], None]
+
+
+def one_backward(batch: Batch, batches: list[Tensor]) -> None:
+    outputs = batch.net(batch.inputs)
+    torch.stack([batch.loss(outputs[j], j) for j in batches]).sum().backward()
+
+
+def two_forwards(batch: Batch, batches: list[Tensor]) -> None:
+    batch.net(batch.inputs)
+    one_backward(batch, batches)
+
+
+def retain(batch: Batch, batches: list[Tensor]) -> None:
+    outputs = batch.net(batch.inputs)
+    for j in batches:
+        batch.loss(outputs[j], j).backward(retain_graph=True)
+
+
+def one_by_one(batch: Batch, batches: list[Tensor]) -> None:
+    outputs = [batch.net(batch.inputs[i : i + 1]) for i in range(len(batch))]
+    for j in batches:
+        batch.loss(torch.cat([outputs[i] for i in j]), j).backward()
+
+
+def infer(keep: str) -> Way:
+    def run(batch: Batch, batches: list[Tensor]) -> None:
+        out = gk.infer(batch.net, batch.inputs, chunk_size=CHUNK, keep=keep)
+        for j in batches:
+            batch.loss(out[j], j).backward()
+
+    return run
+
+
+def by_hand(batch: Batch, batches: list[Tensor]) -> None:
+    """What a user would write without a library: forward without a graph, then forward the rows again."""
+    with torch.no_grad():
+        for chunk in batch.inputs.split(CHUNK):
+            batch.net(chunk)
+    for j in batches:
+        for part in j.split(CHUNK):
+            rows = batch.inputs.detach()[part].requires_grad_()
+            batch.loss(batch.net(rows), part).backward()
+            batch.inputs.grad[part] += rows.grad
+
+
+def rows() -> Iterator[Row]:
+    yield from _batch_by_batch("conv", images(1024), (1, 4, 16, 64))
+    yield from _batch_by_batch("transformer", sequences(512), (1, 4, 16))
+    yield from _growth()
+
+
+def _batch_by_batch(model: str, batch: Batch, counts: tuple[int, ...]) -> Iterator[Row]:
+    order = torch.randperm(len(batch))
+    expected = _gradients(batch, one_backward, list(order.split(len(batch))))
+    for k in counts:
+        batches = list(order.split(len(batch) // k))
+        where = f"{model}, {k} x {len(batches[0])} rows"
+        ways: dict[str, Way] = {"floor": two_forwards, "one": one_backward, "hand": by_hand, "nothing": infer("nothing")}
+        if k in (1, counts[-1]):
+            ways |= {"auto": infer("auto"), "everything": infer("everything")}
+        slow: dict[str, Way] = {}
+        if k == 4:
+            slow = {"retain": retain, "one_by_one": one_by_one}
+        differences = [
+            _measure.largest_difference(_gradients(batch, way, batches), expected) for way in (ways | slow).values()
+        ]
+        yield Row("infer", where, "largest gradient difference of all ways", max(differences), unit="", wanted=1e-5)
+        times = _measure.alternate(_runs(ways, batch, batches), ROUNDS, before=batch.zero_grad)
+        for key in ("nothing", "auto", "everything"):
+            if key in times:
+                wanted = 1.10 if key != "everything" else None
+                yield _measure.time_row("infer", where, f"infer keep={key}: time", times[key], times["floor"], wanted)
+        yield _measure.time_row("infer", where, "forward without a graph, then the rows again, by hand: time", times["hand"], times["floor"])
+        yield _measure.time_row("infer", where, "one summed backward, all batches known before it: time", times["one"], times["floor"])
+        if slow:
+            times = _measure.alternate(_runs({"floor": two_forwards} | slow, batch, batches), 2, before=batch.zero_grad)
+            yield _measure.time_row("infer", where, "retain_graph=True for each batch: time", times["retain"], times["floor"])
+            yield _measure.time_row("infer", where, "one sample at a time: time", times["one_by_one"], times["floor"])
+
+
+def _growth() -> Iterator[Row]:
+    """The cost of one batch of 64 rows out of ever more samples."""
+    rows = {}
+    for samples in (256, 1024, 4096):
+        batch = images(samples)
+        out = gk.infer(batch.net, batch.inputs, chunk_size=CHUNK)
+        j = torch.randperm(samples)[:64]
+
+        def run(batch: Batch = batch, out: gk.Inference = out, j: Tensor = j) -> None:
+            batch.loss(out[j], j).backward()
+
+        batch.zero_grad()
+        run()
+        (expected,) = torch.autograd.grad(batch.loss(batch.net(batch.inputs[j]), j), batch.inputs)
+        _measure.largest_difference([batch.inputs.grad], [expected])
+        rows[samples] = run
+    times = _measure.alternate({str(samples): run for samples, run in rows.items()}, 15)
+    for samples in (1024, 4096):
+        yield _measure.time_row(
+            "infer", f"conv, 64 rows of {samples}", "infer keep=nothing: one batch, over one of 256", times[str(samples)], times["256"], 1.05
+        )
+
+
+def _runs(ways: dict[str, Way], batch: Batch, batches: list[Tensor]) -> dict[str, Callable[[], None]]:
+    return {key: lambda way=way: way(batch, batches) for key, way in ways.items()}
+
+
+def _gradients(batch: Batch, way: Way, batches: list[Tensor]) -> list[Tensor]:
+    batch.zero_grad()
+    way(batch, batches)
+    return [grad.clone() for grad in batch.gradients()]
+
+
+if __name__ == "__main__":
+    _measure.main(rows)
