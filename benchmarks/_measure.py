@@ -64,7 +64,9 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for member in tree_leaves(result):
             if isinstance(member, torch.Tensor):
-                self._see(member.untyped_storage())
+                sparse = member.layout is torch.sparse_coo
+                for part in (member._indices(), member._values()) if sparse else (member,):
+                    self._see(part.untyped_storage())
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:

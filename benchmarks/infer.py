@@ -83,17 +83,19 @@ def _batch_by_batch(model: str, batch: Batch, counts: tuple[int, ...]) -> Iterat
         slow: dict[str, Way] = {}
         if k == 4:
             slow = {"retain": retain, "one_by_one": one_by_one}
-        differences = [
-            _measure.largest_difference(_gradients(batch, way, batches), expected) for way in (ways | slow).values()
-        ]
+        differences = [_measure.largest_difference(_gradients(batch, way, batches), expected) for way in (ways | slow).values()]
         yield Row("infer", where, "largest gradient difference of all ways", max(differences), unit="", wanted=1e-5)
         times = _measure.alternate(_runs(ways, batch, batches), ROUNDS, before=batch.zero_grad)
         for key in ("nothing", "auto", "everything"):
             if key in times:
                 wanted = 1.10 if key != "everything" else None
                 yield _measure.time_row("infer", where, f"infer keep={key}: time", times[key], times["floor"], wanted)
-        yield _measure.time_row("infer", where, "forward without a graph, then the rows again, by hand: time", times["hand"], times["floor"])
-        yield _measure.time_row("infer", where, "one summed backward, all batches known before it: time", times["one"], times["floor"])
+        yield _measure.time_row(
+            "infer", where, "forward without a graph, then the rows again, by hand: time", times["hand"], times["floor"]
+        )
+        yield _measure.time_row(
+            "infer", where, "one summed backward, all batches known before it: time", times["one"], times["floor"]
+        )
         if slow:
             times = _measure.alternate(_runs({"floor": two_forwards} | slow, batch, batches), 2, before=batch.zero_grad)
             yield _measure.time_row("infer", where, "retain_graph=True for each batch: time", times["retain"], times["floor"])
@@ -119,7 +121,12 @@ def _growth() -> Iterator[Row]:
     times = _measure.alternate({str(samples): run for samples, run in rows.items()}, 15)
     for samples in (1024, 4096):
         yield _measure.time_row(
-            "infer", f"conv, 64 rows of {samples}", "infer keep=nothing: one batch, over one of 256", times[str(samples)], times["256"], 1.05
+            "infer",
+            f"conv, 64 rows of {samples}",
+            "infer keep=nothing: one batch, over one of 256",
+            times[str(samples)],
+            times["256"],
+            1.05,
         )
 
 

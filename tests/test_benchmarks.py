@@ -63,3 +63,13 @@ def test_what_only_a_graph_holds_counts_until_the_backward_frees_it() -> None:
         assert live.now == MIB + 4
         y.backward()
         assert live.now == 4
+
+
+def test_a_sparse_tensor_counts_its_indices_and_values() -> None:
+    with LiveBytes() as live:
+        x = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, MIB // 4), (2, MIB // 4))
+        assert live.now == 8 + MIB
+        x = x.coalesce()
+        assert live.now == 8 + MIB
+        del x
+        assert live.now == 0

@@ -14,6 +14,7 @@ from graphkeep._errors import ChangedGraphError as ChangedGraphError
 from graphkeep._errors import ClosedCutError as ClosedCutError
 from graphkeep._errors import FreedGraphError as FreedGraphError
 from graphkeep._errors import GraphkeepError as GraphkeepError
+from graphkeep._errors import LostGradientWarning as LostGradientWarning
 from graphkeep._errors import NotFreedWarning as NotFreedWarning
 from graphkeep._errors import NotInGraphError as NotInGraphError
 from graphkeep._errors import ReplayError as ReplayError

@@ -1,28 +1,34 @@
 """`cut`: many heads on one trunk, each freed by its own backward, and one backward through the trunk at the end.
 
-The stand-in for a tensor at the boundary is a real leaf on the same memory (``x.detach().requires_grad_()``). That makes the
-two graphs independent for torch itself: heads are freed by torch, hooks at the boundary fire once, tied weights, optimizer-in-
-backward and DDP work as they are. Leaving the block runs ``torch.autograd.backward`` from the edges that the tensors had when
-the cut was made, with what has arrived in the stand-ins' ``.grad``.
+The stand-in for a tensor at the boundary is a tensor on the same memory, made by a node that has nothing below it and keeps
+the gradient that arrives. For torch, heads and trunk are then graphs of their own: it frees each head, accumulates at its
+weights and fires its hooks itself. Leaving the block runs ``torch.autograd.backward`` from the edges that the tensors had when
+the cut was made, with what has arrived: hooks at the boundary and in the trunk fire once, with the whole sum.
+
+A stand-in is no leaf, as what it stands for is none: in-place ops on it are allowed where they are on the original, and what
+torch refuses for a non-leaf (an optimizer, `copy.deepcopy`, ``requires_grad_(False)``) it refuses here.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 from graphkeep import _graph, _modules, _saved, _tree
+from graphkeep._boundary import Gate, Trunk, open_trunks
 from graphkeep._errors import (
-    ArgumentError,
     ArgumentTypeError,
-    BypassedCutError,
     ChangedGraphError,
     ClosedCutError,
     FreedGraphError,
+    LostGradientWarning,
     caller,
+    warn,
 )
 
 T = TypeVar("T")
@@ -44,8 +50,8 @@ class cut(Generic[T]):
             Members without a gradient (integers, None, detached tensors) pass through unchanged. Cuts nest.
 
     Attributes:
-        stand_ins: what the context manager yields. With `close` this allows a cut inside ``nn.Module.forward``, where no
-            ``with`` block can span the backward.
+        stand_ins: what the context manager yields: tensors on the same memory, with a graph of their own. With `close` they
+            allow a cut inside ``nn.Module.forward``, where no ``with`` block can span the backward.
 
     Raises:
         ArgumentTypeError: there is no tensor in `tree`.
@@ -71,20 +77,6 @@ class cut(Generic[T]):
     stand_ins: T
 
     def __init__(self, tree: T) -> None:
-        self._where = caller()
-        self._edges: list[GradientEdge] = []
-        self._leaves: list[torch.Tensor] = []
-        self._sentry = _Sentry(self._where)
-        # one tensor in two places of the tree is one stand-in in both
-        made: dict[int, torch.Tensor] = {}
-
-        def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            if id(tensor) not in made:
-                made[id(tensor)] = self._add(tensor)
-            return made[id(tensor)]
-
         members = list(_tree.flatten(tree))
         for member in members:
             _graph.refuse_hidden(member, "tree")
@@ -93,32 +85,49 @@ class cut(Generic[T]):
                 f"gk.cut() got no tensor, but {type(tree).__name__}",
                 instead="gk.cut(x) with a tensor, or a tuple, list, dict or dataclass of tensors",
             )
-        self.stand_ins = _tree.map_tensors(stand_in, tree)
-        for edge in self._edges:  # the rest of the trunk is looked at on leaving
-            self._check_node(edge.node, "the graph below the tensor given to gk.cut() has been freed by an earlier backward")
-        self._trunk = _graph.reach(edge.node for edge in self._edges)
-        self._versions = [(leaf, leaf._version) for leaf in _graph.leaves(self._trunk)]
-        self._sentry.guard(self._edges, self._trunk)
+        self._entered = False
+        self._number = -1
+        self._trunk = trunk = Trunk(caller(), weakref.ref(self))
+        self._gates: list[Gate] = []
+        # one tensor in two places of the tree is one stand-in in both
+        made: dict[int, torch.Tensor] = {}
 
-    def _add(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._edges.append(get_gradient_edge(tensor))
-        leaf = tensor.detach()
-        if issubclass(type(tensor), torch.nn.Parameter):  # isinstance() of a Parameter runs Python code
-            leaf = torch.nn.Parameter(leaf)
-        self._leaves.append(leaf.requires_grad_())
-        leaf.register_hook(self._sentry)
-        return leaf
+        def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            if id(tensor) not in made:
+                gate = Gate(trunk, tensor)
+                self._check_node(gate.edge.node, _FREED_BEFORE)
+                self._gates.append(gate)
+                made[id(tensor)] = gate.stand_in_for(tensor)
+            return made[id(tensor)]
+
+        self.stand_ins = _tree.map_tensors(stand_in, tree)
+        trunk.read([gate.edge for gate in self._gates])
+        self._leaves = [_Leaf(leaf) for leaf in trunk.leaves]
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            # a weight's cast that autocast cached in the trunk would lead a head that uses the weight around the cut
+            torch.clear_autocast_cache()
+        self._number = open_trunks.add(trunk)
 
     def __enter__(self) -> T:
-        if self._sentry.closed:
+        if self._trunk.closed or self._entered:
             self._refuse_twice()
+        self._entered = True
         return self.stand_ins
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        elif not self._sentry.closed:
+        elif not self._trunk.closed:
+            if kind is GeneratorExit:
+                self._warn_if_lost("its generator was closed inside the block")
             self._abandon()
+
+    def __del__(self) -> None:
+        if getattr(self, "_number", -1) >= 0 and not self._trunk.closed:
+            self._warn_if_lost("the object was dropped before it was closed")
+            open_trunks.remove(self._number)
 
     def close(self) -> None:
         """Run the backward through the trunk; what leaving the block without an exception does.
@@ -127,120 +136,103 @@ class cut(Generic[T]):
             ClosedCutError: it has been closed before.
             FreedGraphError: a backward went around the stand-ins and freed the trunk.
             ChangedGraphError: a parameter or a saved tensor of the trunk was changed in between.
-            ArgumentError: a head ran with ``create_graph=True``.
         """
-        if self._sentry.closed:
+        if self._trunk.closed:
             self._refuse_twice()
-        pairs = list(zip(self._edges, self._leaves, strict=True))
-        arrived = [(edge, leaf.grad) for edge, leaf in pairs if leaf.grad is not None]
+        arrived = [(gate.edge, grad) for gate in self._gates if (grad := gate.final()) is not None]
+        left: list[GradientEdge] | None = None
         try:
             if arrived:
-                self._check(arrived, self._trunk if len(arrived) == len(pairs) else None)
-                torch.autograd.backward([edge for edge, _ in arrived], [grad for _, grad in arrived])
+                edges = [edge for edge, _ in arrived]
+                self._check(self._trunk.nodes if len(arrived) == len(self._gates) else _graph.reach(e.node for e in edges))
+                torch.autograd.backward(edges, [grad for _, grad in arrived])
                 # torch has freed what it ran; what leads only to stand-ins that no gradient reached is still there
-                self._edges = [edge for edge, leaf in pairs if leaf.grad is None]
+                reached = {id(edge) for edge in edges}
+                left = [gate.edge for gate in self._gates if id(gate.edge) not in reached]
         finally:
-            self._abandon()
+            self._abandon(left)
 
-    def _abandon(self) -> None:
-        """Free the trunk, and let later backwards into the stand-ins fail instead of losing their gradients."""
-        edges, leaves = self._edges, self._leaves
-        self._edges, self._leaves, self._versions, self._trunk = [], [], [], set()
-        self._sentry.close()
+    def _abandon(self, edges: list[GradientEdge] | None = None) -> None:
+        """Free what leads to the edges, all of the trunk by default, and let later backwards into the stand-ins fail."""
+        edges = [gate.edge for gate in self._gates] if edges is None else edges
+        open_trunks.remove(self._number)
+        self._trunk.close()
+        self._gates, self._leaves = [], []
         if edges:
-            tombstone = _saved.Tombstone(f"the gk.cut() at {self._where}, when it was left", _INSIDE)
+            tombstone = _saved.Tombstone(f"the gk.cut() at {self._trunk.where}, when it was left", _INSIDE)
             _saved.release_all(_graph.reach(edge.node for edge in edges), tombstone)
-        for leaf in leaves:
-            if leaf.grad is not None and leaf.grad.requires_grad:  # create_graph=True made a cycle: grad, its graph, leaf
-                leaf.grad = leaf.grad.detach()
 
     def _refuse_twice(self) -> NoReturn:
         raise ClosedCutError(
-            "this cut has been left already", where=f"gk.cut() at {self._where}", instead="a new `with gk.cut(x) as x:`"
+            f"this cut has been {'left' if self._trunk.closed else 'entered'} already",
+            where=f"gk.cut() at {self._trunk.where}",
+            instead="a new `with gk.cut(x) as x:`",
         )
 
-    def _check(self, arrived: list[tuple[GradientEdge, torch.Tensor]], trunk: set[Node] | None) -> None:
+    def _warn_if_lost(self, why: str) -> None:
+        if any(gate.arrived is not None for gate in self._gates):
+            warn(
+                f"gradients arrived at the gk.cut() of {self._trunk.where} and never went through its trunk: {why}. Keep the "
+                "object until its close(), or use it as a context manager",
+                LostGradientWarning,
+            )
+
+    def _check(self, nodes: Iterable[Node]) -> None:
         """Refuse, before anything has run, what torch would refuse half-way or what would be wrong."""
-        for _, grad in arrived:
-            if grad.requires_grad:
-                raise ArgumentError(
-                    "a head ran backward(create_graph=True); second derivatives cannot pass a cut",
-                    where=f"gk.cut() at {self._where}",
-                    instead="torch.autograd.grad(y, x, create_graph=True) on the stand-in inside the block, and backward() of "
-                    "what you make of it; or no cut there",
-                )
-        for leaf, version in self._versions:
-            if leaf._version != version:
+        for leaf in self._leaves:
+            change = leaf.change()
+            if change:
                 raise ChangedGraphError(
-                    f"a leaf of the trunk of a cut was changed before the trunk's backward ran: {_modules.describe(leaf)}",
-                    where=f"gk.cut() at {self._where}",
-                    instead="optimizer.step() (or the in-place change) after the `with` block has ended",
+                    f"a leaf of the trunk of a cut {change} before the trunk's backward ran: {_modules.describe(leaf.tensor)}",
+                    where=f"gk.cut() at {self._trunk.where}",
+                    instead="optimizer.step() (or the change) after the `with` block has ended",
                 )
-        for node in _graph.reach(edge.node for edge, _ in arrived) if trunk is None else trunk:
+        for node in nodes:
             self._check_node(node, "the trunk of a cut has been freed by another backward, which went around the stand-ins")
 
     def _check_node(self, node: Node, freed: str) -> None:
         try:
             _saved.check(node)
         except RuntimeError as error:
-            where = f"the {_graph.op(node)} below gk.cut() at {self._where}"
+            where = f"the {_graph.op(node)} below gk.cut() at {self._trunk.where}"
             if "modified by an inplace operation" in str(error):
                 raise ChangedGraphError(
                     "a tensor that the trunk of a cut saved was changed in place before the trunk's backward ran",
                     where=where,
                     instead="the op out of place (x = x + r for x += r)",
                 ) from error
+            if isinstance(error, FreedGraphError):
+                raise FreedGraphError(
+                    "the trunk of a cut has been freed", where=f"{where}, {error.where}", instead=_ONCE
+                ) from error
             raise FreedGraphError(freed, where=where, instead=_ONCE) from error
 
 
+_FREED_BEFORE = "the graph below the tensor given to gk.cut() has been freed by an earlier backward"
 _INSIDE = "every backward on what was built from the stand-ins inside the `with gk.cut(x) as x:` block"
 _ONCE = "one cut for each forward, and inside its block every head from the stand-ins, not from the tensor that was cut"
 
 
-class _Sentry:
-    """The hook on the stand-ins of a cut. It lets no backward through that would lose a gradient or run a hook twice.
+class _Leaf:
+    """A leaf of the trunk, as it was when the cut was made."""
 
-    While the cut is open, that is a backward which reaches a stand-in and, by a path around it, the trunk as well: what is
-    below would run now and again on leaving, each time with a part of the gradient. Afterwards it is every backward.
-    """
+    __slots__ = ("_before", "tensor")
 
-    def __init__(self, where: str) -> None:
-        self.closed = False
-        self._where = where
-        self._edges: list[GradientEdge] = []
-        self._bottom: list[Node] = []
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._before = self._state()
 
-    def guard(self, edges: list[GradientEdge], trunk: set[Node]) -> None:
-        self._edges = edges
-        # whatever enters the trunk runs one of the nodes that have only leaves below them
-        self._bottom = []
-        for node in trunk:
-            children = node.next_functions
-            if children and not any(child is not None and child.next_functions for child, _ in children):
-                self._bottom.append(node)
+    def _state(self) -> tuple[Any, ...]:
+        tensor = self.tensor
+        place = tensor.data_ptr() if tensor.layout is torch.strided and type(tensor) in _PLAIN else 0
+        return tensor._version, place, tensor.dtype, tensor.requires_grad
 
-    def close(self) -> None:
-        self.closed = True
-        self._edges, self._bottom = [], []
-
-    def __call__(self, _grad: torch.Tensor) -> None:
-        if self.closed:
-            raise ClosedCutError(
-                "a backward reached a stand-in of a cut that has closed", where=f"gk.cut() at {self._where}", instead=_INSIDE
-            )
-        if any(map(_runs, self._bottom)):
-            raise self._bypassed()
-
-    def _bypassed(self) -> BypassedCutError:
-        running = {node for node in _graph.reach(edge.node for edge in self._edges) if node.next_functions and _runs(node)}
-        entered = running - {child for node in running for child, _ in node.next_functions}
-        return BypassedCutError(
-            "a head leads to the trunk of its cut by a path around the stand-ins",
-            where=f"the result of {', '.join(sorted(map(_graph.op, entered)))}, below gk.cut() at {self._where}",
-            instead="cut that tensor too, `with gk.cut((x, skip)) as (x, skip):`, and use its stand-in in the head",
-        )
+    def change(self) -> str:
+        """What happened to it since, in words; empty if nothing did. (In-place changes of ``.data`` leave no trace.)"""
+        now = self._state()
+        if now == self._before:
+            return ""
+        return "was frozen or unfrozen" if now[:3] == self._before[:3] else "was changed"
 
 
-def _runs(node: Node) -> bool:
-    """Whether the backward that is running now will run this node (what `register_multi_grad_hook` asks as well)."""
-    return bool(torch._C._will_engine_execute_node(node))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -40,6 +40,9 @@ class Discarded(int):
     _candidates: list[_Candidate]
     _stuck: list[Kept]
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, (int(self),)  # what is left is a matter of this process
+
     @property
     def kept(self) -> tuple[Kept, ...]:
         alive = [(c.what, storage) for c in self._candidates if (storage := c.storage()) is not None]
@@ -116,6 +119,8 @@ def _candidates(nodes: Collection[Node]) -> list[_Candidate]:
     found: dict[int, _Candidate] = {}
     for node in nodes:
         for slot in _saved.slots(node):
+            if slot.state is not _saved.State.HELD:  # what others packed is told node by node
+                continue
             for storage in _saved.slot_storages(slot):
                 # several nodes may have saved it; the one that made it says best what it is
                 if storage not in leaves and (storage._cdata not in found or slot.name.startswith("result")):
@@ -147,4 +152,6 @@ def _describe_stuck(node: Node) -> Kept:
 
 
 def _short(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    kind = str(tensor.dtype).removeprefix("torch.")
+    # strided nested tensors have no shape
+    return f"{kind} {list(tensor.shape)}" if not (tensor.is_nested and tensor.layout is torch.strided) else f"{kind}, nested"

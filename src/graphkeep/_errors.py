@@ -79,6 +79,10 @@ class ReplayError(GraphkeepError):
     """Running a forward again did not give the values that it gave before."""
 
 
+class LostGradientWarning(UserWarning):
+    """Gradients arrived at a `cut` that was dropped before it was closed; they never went through the trunk."""
+
+
 class NotFreedWarning(UserWarning):
     """Gradients are right, yet some of the graph's memory could not be freed; the message names the nodes."""
 

@@ -55,11 +55,11 @@ def edges(tree: object, argument: str, *, needs_graph: bool = True) -> list[Grad
 
 def refuse_hidden(member: object, argument: str) -> None:
     """Raise if a member of a tree is an object that holds tensors where a pytree does not look."""
-    attribute = _tree.hidden_tensor(member)
-    if attribute is not None:
+    place = _tree.hidden_tensor(member)
+    if place is not None:
         kind = type(member).__name__
         raise ArgumentTypeError(
-            f"`{argument}` holds an object of type {kind}, and its attribute `{attribute}`, a tensor, would be overlooked",
+            f"`{argument}` holds an object of type {kind}, and {place}, a tensor, would be overlooked",
             instead=f"pass the tensors themselves, make {kind} a dataclass, or register it with "
             "torch.utils._pytree.register_pytree_node",
         )
@@ -95,16 +95,23 @@ def leaf(node: Node) -> torch.Tensor | None:
     return variable if isinstance(variable, torch.Tensor) else None
 
 
+# a leaf that nodes of our own hang on, so that they run in a backward; no gradient ever reaches it
+ANCHOR = torch.zeros((), requires_grad=True)
+
+
 def leaves(nodes: Iterable[Node]) -> Iterator[torch.Tensor]:
-    """The leaf tensors among the nodes."""
+    """The leaf tensors of the user's among the nodes."""
     for node in nodes:
         variable = leaf(node)
-        if variable is not None:
+        if variable is not None and variable is not ANCHOR:
             yield variable
 
 
 def op(node: Node) -> str:
     """The forward op of a node, as a user knows it: ``mul`` for ``MulBackward0``, ``MyFunction`` for a custom one."""
+    variable = leaf(node)
+    if variable is not None:
+        return f"a leaf of shape {list(variable.shape)}"
     name = node.name().rpartition("::")[2]
     stem = name.rstrip("0123456789").removesuffix("Backward")
     if _saved.is_custom(node):

@@ -12,24 +12,20 @@ from torch.utils.hooks import RemovableHandle
 
 from graphkeep import _keep
 from graphkeep._errors import ArgumentError
+from graphkeep._patch import Patch
 from graphkeep._tree import flatten
-
-_installed: OrderedDict[int, None] = OrderedDict()  # one entry for each `install` that has not been removed
 
 
 class _Handle(RemovableHandle):
-    """Takes the patch off again when the last `install` is removed."""
+    """Takes the wrapper off again when the last `install` is removed."""
 
     def __init__(self) -> None:
-        super().__init__(_installed)
-        _installed[self.id] = None
+        super().__init__(OrderedDict())
+        self._number = _patch.add(None)
 
     def remove(self) -> None:
         super().remove()
-        # if somebody wrapped our wrapper meanwhile, it stays in their chain and passes everything on
-        current: Any = torch.autograd.backward
-        if not _installed and getattr(current, "_graphkeep", False):
-            torch.autograd.backward = current.__wrapped__
+        _patch.remove(self._number)
 
 
 def install() -> RemovableHandle:
@@ -51,8 +47,6 @@ def install() -> RemovableHandle:
         tensor(22.)
         >>> handle.remove()
     """
-    if not getattr(torch.autograd.backward, "_graphkeep", False):
-        torch.autograd.backward = _wrap(torch.autograd.backward)
     return _Handle()
 
 
@@ -66,7 +60,7 @@ def _wrap(original: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        if not _installed or not _is_wish(retain_graph):
+        if not _patch.users or not _is_wish(retain_graph):
             original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
             return
         rest = [value for value in (*args, *kwargs.values()) if value is not None]
@@ -77,8 +71,10 @@ def _wrap(original: Any) -> Any:
             )
         _keep.backward(tensors, grad_tensors, keep=retain_graph, create_graph=create_graph)
 
-    backward._graphkeep = True  # type: ignore[attr-defined]
     return backward
+
+
+_patch = Patch(torch.autograd, "backward", _wrap)
 
 
 def _is_wish(retain_graph: object) -> bool:

@@ -135,6 +135,10 @@ def _roots(tensors: Any) -> list[Root]:
 
 
 def _grads(roots: Sequence[Root], grad_tensors: Any) -> list[torch.Tensor | None]:
+    if grad_tensors is not None and not isinstance(grad_tensors, (torch.Tensor, Sequence)):
+        raise ArgumentTypeError(
+            f"`grad_tensors` is of type {type(grad_tensors).__name__}", instead="a tensor, or one or None for each of `tensors`"
+        )
     grads = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else list(grad_tensors)
     if grad_tensors is None:
         grads = grads * len(roots)

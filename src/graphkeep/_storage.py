@@ -41,7 +41,7 @@ def storages(tensor: torch.Tensor) -> Iterator[Storage]:
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested:
         parts: Iterable[torch.Tensor] = (tensor,)  # nearly all tensors, and graphs hold many
     else:
-        parts = dense_parts(tensor.detach())
+        parts = dense_parts(tensor)
     for part in parts:
         if part.device.type != "meta":
             try:

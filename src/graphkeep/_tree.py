@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -66,10 +67,23 @@ def _map_dataclass(fn: Callable[[Any], Any], obj: Any) -> Any:
 
 
 def hidden_tensor(member: object) -> str | None:
-    """The attribute in which an object that is no pytree holds a tensor with a graph, if it does."""
-    if isinstance(member, (torch.Tensor, torch.nn.Module, type)):
+    """Where an object that is no pytree holds a tensor with a graph, or may do so unseen; None if it does not."""
+    if isinstance(member, (torch.Tensor, torch.nn.Module, type, str, bytes)):
         return None
+    if isinstance(member, Iterator):
+        return "what it would yield"
     for name, value in getattr(member, "__dict__", {}).items():
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            return name
-    return None
+        if _has_graph(value):
+            return f"its attribute `{name}`"
+    if isinstance(member, functools.partial) and any(map(_has_graph, (*member.args, *member.keywords.values()))):
+        return "one of its arguments"
+    # sets, and subclasses of dict and list, which pytrees do not look into
+    if isinstance(member, Mapping):
+        members: Iterable[Any] = member.values()
+    else:
+        members = member if isinstance(member, Collection) else ()
+    return "one of its members" if any(map(_has_graph, members)) else None
+
+
+def _has_graph(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad

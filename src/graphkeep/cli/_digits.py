@@ -243,10 +243,7 @@ def _train(way: str, folder: Path) -> None:
 
     def probe(*alive: object) -> None:
         nonlocal graph_bytes
-        graph = gk.explain(alive)
-        # the stand-in of a cut is a leaf, and `explain` counts leaves apart, but its memory is no parameter's
-        stand_ins = sum(leaf.nbytes for leaf in graph.leaves if not isinstance(leaf, nn.Parameter))
-        graph_bytes = max(graph_bytes, graph.saved_bytes + stand_ins)
+        graph_bytes = max(graph_bytes, gk.explain(alive).saved_bytes)
 
     step()
     torch.save([parameter.grad for parameter in model.parameters()], folder / _GRADIENTS.format(way))
