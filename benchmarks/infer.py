@@ -1,23 +1,22 @@
 """Batch by batch: all samples forward, then backward in K batches of rows in random order, gradients of the inputs wanted.
 
 The floor is what the same work costs at the least if nothing is kept: two forwards and one backward of the whole batch. The batches
-together have every sample once. What the ways below `infer` need or lack is said in their names.
+together have every sample once. *By hand* is what a user would write: forward without a graph, then forward the rows again.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 import graphkeep as gk
-from benchmarks import _measure
+from benchmarks import _measure, _peers
 from benchmarks._measure import Row
 from benchmarks._nets import Batch, images, sequences
 
-ROUNDS = 5
+ROUNDS = 4
 CHUNK = 64
 Way = Callable[[Batch, list[Tensor]], None]
 
@@ -54,7 +53,6 @@ def infer(keep: str) -> Way:
 
 
 def by_hand(batch: Batch, batches: list[Tensor]) -> None:
-    """What a user would write without a library: forward without a graph, then forward the rows again."""
     with torch.no_grad():
         for chunk in batch.inputs.split(CHUNK):
             batch.net(chunk)
@@ -65,41 +63,58 @@ def by_hand(batch: Batch, batches: list[Tensor]) -> None:
             batch.inputs.grad[part] += rows.grad
 
 
+def grad_cache(batch: Batch, _: list[Tensor]) -> None:
+    """Fixed chunks in their order, and one loss: no batch can be picked, but it costs the same two forwards."""
+    _peers.grad_cache()([batch.net], CHUNK, lambda outputs: batch.loss(outputs, slice(None)))(batch.inputs)
+
+
 def rows() -> Iterator[Row]:
-    yield from _batch_by_batch("conv", images(1024), (1, 4, 16, 64))
-    yield from _batch_by_batch("transformer", sequences(512), (1, 4, 16))
+    yield from _batch_by_batch("conv", images(1024, scale=3), (1, 4, 16, 64))
+    yield from _batch_by_batch("transformer", sequences(256), (1, 4, 16))
     yield from _growth()
+
+
+NAMES = {
+    "nothing": "infer keep=nothing: time",
+    "auto": "infer keep=auto: time",
+    "everything": "infer keep=everything: time",
+    "hand": "rows forward again, by hand: time",
+    "grad_cache": "GradCache, whose chunks are fixed: time",
+    "one": "one summed backward, where all batches are known: time",
+    "retain": "retain_graph=True for each batch: time",
+    "one_by_one": "one sample at a time: time",
+}
 
 
 def _batch_by_batch(model: str, batch: Batch, counts: tuple[int, ...]) -> Iterator[Row]:
     order = torch.randperm(len(batch))
-    expected = _gradients(batch, one_backward, list(order.split(len(batch))))
+    expected = _gradients(batch, one_backward, [order])
     for k in counts:
         batches = list(order.split(len(batch) // k))
         where = f"{model}, {k} x {len(batches[0])} rows"
         ways: dict[str, Way] = {"floor": two_forwards, "one": one_backward, "hand": by_hand, "nothing": infer("nothing")}
-        if k in (1, counts[-1]):
-            ways |= {"auto": infer("auto"), "everything": infer("everything")}
         slow: dict[str, Way] = {}
+        if k in (1, 16):
+            ways |= {"auto": infer("auto"), "everything": infer("everything")}
+        if k == 1 and _peers.grad_cache() is not None:
+            ways["grad_cache"] = grad_cache
         if k == 4:
-            slow = {"retain": retain, "one_by_one": one_by_one}
-        differences = [_measure.largest_difference(_gradients(batch, way, batches), expected) for way in (ways | slow).values()]
-        yield Row("infer", where, "largest gradient difference of all ways", max(differences), unit="", wanted=1e-5)
+            slow = {"floor": two_forwards, "retain": retain, "one_by_one": one_by_one}
+        difference = max(
+            _measure.largest_difference(_gradients(batch, way, batches), expected) for way in (ways | slow).values()
+        )
+        yield Row("infer", where, "largest gradient difference of all ways", difference, unit="", wanted=1e-5)
         times = _measure.alternate(_runs(ways, batch, batches), ROUNDS, before=batch.zero_grad)
-        for key in ("nothing", "auto", "everything"):
+        for key, name in NAMES.items():
             if key in times:
-                wanted = 1.10 if key != "everything" else None
-                yield _measure.time_row("infer", where, f"infer keep={key}: time", times[key], times["floor"], wanted)
-        yield _measure.time_row(
-            "infer", where, "forward without a graph, then the rows again, by hand: time", times["hand"], times["floor"]
-        )
-        yield _measure.time_row(
-            "infer", where, "one summed backward, all batches known before it: time", times["one"], times["floor"]
-        )
-        if slow:
-            times = _measure.alternate(_runs({"floor": two_forwards} | slow, batch, batches), 2, before=batch.zero_grad)
-            yield _measure.time_row("infer", where, "retain_graph=True for each batch: time", times["retain"], times["floor"])
-            yield _measure.time_row("infer", where, "one sample at a time: time", times["one_by_one"], times["floor"])
+                wanted = 1.10 if key in ("nothing", "auto") else None
+                yield _measure.time_row("infer", where, name, times[key], times["floor"], wanted)
+        name = "infer keep=nothing over by hand: time"
+        yield _measure.time_row("infer", where, name, times["nothing"], times["hand"])
+        times = _measure.alternate(_runs(slow, batch, batches), 2, before=batch.zero_grad)
+        for key in slow:
+            if key != "floor":
+                yield _measure.time_row("infer", where, NAMES[key], times[key], times["floor"])
 
 
 def _growth() -> Iterator[Row]:

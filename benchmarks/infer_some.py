@@ -17,7 +17,7 @@ from benchmarks import _measure
 from benchmarks._measure import Row, mib
 from benchmarks._nets import Batch, images, sequences
 
-ROUNDS = 7
+ROUNDS = 6
 CHUNK = 64
 Way = Callable[[Batch, Tensor], None]
 

@@ -1,4 +1,6 @@
-"""Run every benchmark, and write ``docs/benchmarks/keep.json`` and ``keep.md``.
+"""Run every benchmark, and write a page and its figures as JSON for each group of them into ``docs/benchmarks/``.
+
+``python -m benchmarks.run infer`` runs one group.
 
 Each benchmark has a process of its own, with an allocator that keeps what is freed: else the cost of fetching memory from the
 system again comes and goes with the layout of the heap.
@@ -6,49 +8,67 @@ system again comes and goes with the layout of the heap.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import platform
 import sys
 import time
+from collections.abc import Iterable
 
 import torch
 
 from benchmarks._measure import ROOT, Row, in_child
 
-BENCHMARKS = {
-    "heads": "Eight heads on one trunk, over one joint backward",
-    "keep": "`backward(keep=)`, over the same loop with `retain_graph=True`",
-    "overhead": "Fixed costs, on scalars",
+PAGES = {
+    "keep": (
+        "`cut` and `backward(keep=)`",
+        {
+            "heads": "Eight heads on one trunk, over one joint backward",
+            "keep": "`backward(keep=)`, over the same loop with `retain_graph=True`",
+            "overhead": "Fixed costs, on scalars",
+        },
+    ),
+    "infer": (
+        "`infer`",
+        {
+            "infer": "Batch by batch, over two forwards and one backward of the whole batch",
+            "infer_some": "Backward for some of the samples",
+            "infer_contrastive": "A contrastive step",
+            "infer_peaks": "What is there at once, whatever the number of samples",
+        },
+    ),
 }
 FOLDER = ROOT / "docs" / "benchmarks"
 
 
-def main() -> None:
-    start = time.monotonic()
-    rows = []
-    for name in BENCHMARKS:
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        rows += [Row(**row) for row in in_child(f"benchmarks.{name}", steady=True)]
-    machine = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "threads": 1,
-        "seconds": round(time.monotonic() - start),
-    }
-    table = markdown(rows, machine)
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    figures = [vars(row) | {"verdict": row.verdict} for row in rows]
-    (FOLDER / "keep.json").write_text(json.dumps({"machine": machine, "rows": figures}, indent=1) + "\n")
-    (FOLDER / "keep.md").write_text(table)
-    print(table)
+def main(pages: Iterable[str]) -> None:
+    for page in pages:
+        title, benchmarks = PAGES[page]
+        start = time.monotonic()
+        rows = []
+        for name in benchmarks:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            rows += [Row(**row) for row in in_child(f"benchmarks.{name}", steady=True)]
+        machine = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.machine()}",
+            "cores": os.cpu_count(),
+            "threads": 1,
+            "seconds": round(time.monotonic() - start),
+        }
+        table = markdown(title, benchmarks, rows, machine)
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        figures = [vars(row) | {"verdict": row.verdict} for row in rows]
+        (FOLDER / f"{page}.json").write_text(json.dumps({"machine": machine, "rows": figures}, indent=1) + "\n")
+        (FOLDER / f"{page}.md").write_text(table)
+        print(table)
 
 
-def markdown(rows: list[Row], machine: dict[str, object]) -> str:
+def markdown(title: str, benchmarks: dict[str, str], rows: list[Row], machine: dict[str, object]) -> str:
     lines = [
-        "# Benchmarks: `cut` and `backward(keep=)`",
+        f"# Benchmarks: {title}",
         "",
         "Written by `make bench`. Every figure compares within one run, and smaller is better. Times are ratios of medians",
         "over alternating rounds on one thread; in brackets the middle 90 % of a bootstrap over rounds. *Live bytes* are",
@@ -57,10 +77,18 @@ def markdown(rows: list[Row], machine: dict[str, object]) -> str:
         "",
         ", ".join(f"{key} {value}" for key, value in machine.items()) + ".",
     ]
-    for benchmark, title in BENCHMARKS.items():
-        lines += ["", f"## {title}", "", "| model | figure | wanted | measured | | made of |", "|---|---|---|---|---|---|"]
+    for benchmark, heading in benchmarks.items():
+        lines += ["", f"## {heading}", "", *_about(benchmark)]
+        lines += ["| model | figure | wanted | measured | | made of |", "|---|---|---|---|---|---|"]
         lines += [_line(row) for row in rows if row.benchmark == benchmark]
     return "\n".join(lines) + "\n"
+
+
+def _about(benchmark: str) -> list[str]:
+    """What the benchmark's own file says that it measures, but for its first paragraph."""
+    text = ast.get_docstring(ast.parse((ROOT / "benchmarks" / f"{benchmark}.py").read_text())) or ""
+    _, *paragraphs = text.split("\n\n")
+    return [line for paragraph in paragraphs for line in (*paragraph.splitlines(), "")]
 
 
 def _line(row: Row) -> str:
@@ -79,4 +107,4 @@ def _value(row: Row, value: float) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or PAGES)

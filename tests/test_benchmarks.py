@@ -67,7 +67,9 @@ def test_what_only_a_graph_holds_counts_until_the_backward_frees_it() -> None:
 
 def test_a_sparse_tensor_counts_its_indices_and_values() -> None:
     with LiveBytes() as live:
-        x = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, MIB // 4), (2, MIB // 4))
+        indices, values = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, MIB // 4)
+        x = torch.sparse_coo_tensor(indices, values, (2, MIB // 4), check_invariants=False)
+        del indices, values
         assert live.now == 8 + MIB
         x = x.coalesce()
         assert live.now == 8 + MIB

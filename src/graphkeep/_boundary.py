@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from graphkeep import _graph
+from graphkeep import _graph, _saved
 from graphkeep._errors import ArgumentError, BypassedCutError, ChangedGraphError, ClosedCutError
 from graphkeep._patch import Patch
 
@@ -78,6 +78,8 @@ class Gate:
         self.trunk = trunk
         self.edge = get_gradient_edge(tensor)
         self._tensor = weakref.ref(tensor)
+        # before torch had ownership tokens, the edge of a custom function did not keep its node alive
+        self._owner = tensor if _saved.is_custom(self.edge.node) and not hasattr(self.edge, "ownership_token") else None
         self._grad_fn = tensor.grad_fn
         self._version = tensor._version
         self._stand_in: Callable[[], torch.Tensor | None] = lambda: None
