@@ -16,7 +16,7 @@ from benchmarks import _measure, _peers
 from benchmarks._measure import Row, mib
 from benchmarks._nets import Encoder
 
-ROUNDS = 7
+ROUNDS = 5
 PAIRS, CHUNK, SCALE = 256, 32, 20.0
 
 

@@ -1,8 +1,9 @@
 """What is there at once at a fixed chunk size, whatever the number of samples.
 
-All samples run forward, then all run backward in batches of 256 rows in random order. Apart from weights, inputs, their gradients and
-targets, which exist before, the bytes of `out.values` and of the random order are taken off: these are what N must cost. Nothing else
-is. *Graph bytes* are what the graphs of all outputs that are alive at the end of a forward hold, parameters apart.
+All samples run forward, then all run backward in batches of 256 rows in random order. Weights, inputs, their gradients and
+targets exist before and do not count. The bytes of `out.values` and of the random order are taken off: these are what N
+must cost. Nothing else is. *Graph bytes* are what the graphs of all outputs that are alive at the end of a forward hold,
+parameters apart.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ def peaks(samples: int) -> tuple[int, int]:
     batch = images(samples, scale=1)
     order = torch.randperm(samples)
     values = samples * CLASSES * 4
-    live = _measure.peak_bytes(lambda: step(batch, order), [*batch.apart(), order]) - values
-    found = [grad.clone() for grad in batch.gradients()]
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
 
@@ -44,9 +43,9 @@ def peaks(samples: int) -> tuple[int, int]:
             most = max(most, gk.explain([ref() for ref in alive]).saved_bytes)
 
     hook = batch.net.register_forward_hook(forward_ended)
-    step(batch, order)
+    live = _measure.peak_bytes(lambda: step(batch, order), [*batch.apart(), order]) - values
     hook.remove()
-
+    found = [grad.clone() for grad in batch.gradients()]
     batch.zero_grad()
     for j in order.split(ROWS):
         batch.loss(batch.net(batch.inputs.detach()[j]), j).backward()

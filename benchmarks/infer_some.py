@@ -17,7 +17,7 @@ from benchmarks import _measure
 from benchmarks._measure import Row, mib
 from benchmarks._nets import Batch, images, sequences
 
-ROUNDS = 6
+ROUNDS = 3
 CHUNK = 64
 Way = Callable[[Batch, Tensor], None]
 
@@ -51,9 +51,9 @@ def one_by_one(batch: Batch, kept: Tensor) -> None:
         torch.stack(losses).sum().backward()
 
 
-def infer(keep: str) -> Way:
+def infer(keep: str, chunk_size: int | None = CHUNK) -> Way:
     def run(batch: Batch, kept: Tensor) -> None:
-        out = gk.infer(batch.net, batch.inputs, chunk_size=CHUNK, keep=keep)
+        out = gk.infer(batch.net, batch.inputs, chunk_size=chunk_size, keep=keep)
         batch.loss(out[kept], kept).backward()
 
     return run
@@ -74,6 +74,7 @@ def _share(model: str, batch: Batch, share: int) -> Iterator[Row]:
         "again": forward_again,
         "nothing": infer("nothing"),
         "auto": infer("auto"),
+        "whole": infer("auto", chunk_size=None),
     }
     gradients = {}
     for key, way in (ways | {"one": one_by_one}).items() if share == 25 else ways.items():
@@ -89,8 +90,9 @@ def _share(model: str, batch: Batch, share: int) -> Iterator[Row]:
     wanted = 1.02 if share == 25 else None
     name = "infer keep=nothing over the rows forward again: time"
     yield _measure.time_row("infer_some", where, name, times["nothing"], times["again"], wanted)
-    name = "infer keep=auto over masking: time"
-    yield _measure.time_row("infer_some", where, name, times["auto"], times["masking"], 1.0)
+    for key, name in (("whole", "keep=auto, chunk_size=None"), ("auto", f"keep=auto, chunk_size={CHUNK}")):
+        name = f"infer {name}, over masking: time"
+        yield _measure.time_row("infer_some", where, name, times[key], times["masking"], 1.0)
     yield _measure.time_row("infer_some", where, "infer keep=nothing over masking: time", times["nothing"], times["masking"])
     if share == 25:
         slow = {"one": lambda: one_by_one(batch, kept), "nothing": lambda: infer("nothing")(batch, kept)}
