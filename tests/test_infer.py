@@ -781,6 +781,53 @@ def test_a_tensor_from_outside_the_arguments_is_refused() -> None:
     out[[1]].sum().backward()
 
 
+def test_a_second_backward_is_refused_as_in_plain_torch() -> None:
+    loss = gk.infer(mlp(), batch())[:3].sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_values_changed_in_place_are_said_to_be() -> None:
+    out = gk.infer(mlp(), batch())
+    waiting = out[[1]].sum()
+    out.values.zero_()
+    with pytest.raises(gk.ChangedGraphError, match=r"out\.values was changed in place"):
+        waiting.backward()
+
+
+def test_a_forward_hook_that_hooks_its_output_works() -> None:
+    model, x = mlp(), batch()
+    model.register_forward_hook(lambda _m, _a, output: output.register_hook(lambda _g: None) and None)
+    gk.infer(model, x, chunk_size=4)[[1]].sum().backward()
+    assert x.grad is not None
+
+
+def test_a_mask_for_all_that_is_as_large_as_the_batch() -> None:
+    x, mask = torch.randn(N, N, requires_grad=True), torch.randn(N, N)
+
+    def model(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x @ mask
+
+    with pytest.raises(gk.ArgumentError, match=r"shape \[12, 12\] may be one row for each"):
+        gk.infer(model, x, mask, chunk_size=5)
+    out = gk.infer(model, x, mask)
+    out[[1, 2]].sum().backward()
+    assert "rows by themselves raised RuntimeError" in str(out.plan)
+    expected = torch.zeros(N, N)
+    expected[[1, 2]] = mask.sum(1)
+    torch.testing.assert_close(x.grad, expected)
+    gk.infer(lambda x: model(x, mask), x, chunk_size=5)
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python 3.11")
+def test_an_error_of_the_model_says_what_was_split() -> None:
+    weights = torch.randn(N)  # one for each class, and as many classes as samples
+    with pytest.raises(RuntimeError) as caught:
+        gk.infer(lambda x, w: x @ w[:6, None], batch(), weights, chunk_size=4)
+    assert "split these as one row a sample" in caught.value.__notes__[0]
+
+
 def test_second_derivatives_are_refused() -> None:
     x = batch()
     out = gk.infer(mlp(), x)

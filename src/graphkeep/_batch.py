@@ -61,6 +61,20 @@ class Arguments:
         self.versions = [(m, m._version) for m in self.members if isinstance(m, torch.Tensor) and not m.is_inference()]
         self.differentiable = {i: m for i, m in enumerate(self.members) if isinstance(m, torch.Tensor) and m.requires_grad}
 
+    def refuse_ambiguous(self) -> None:
+        """Raise if a tensor could be one row a sample as well as one thing for all: a square mask as large as the batch."""
+        for position, (member, batched) in enumerate(zip(self.members, self._batched, strict=True)):
+            if batched and position != self._batched.index(True) and list(member.shape).count(self.size) > 1:
+                raise ArgumentError(
+                    f"an argument of shape {list(member.shape)} may be one row for each of {self.size} samples, or one for all",
+                    instead="chunk_size=None; if it is for all: gk.infer(lambda x: model(x, mask), x, ...)",
+                )
+
+    def describe(self) -> str:
+        """The members that are split, and their shapes."""
+        split = [f"{list(m.shape)}" for i, m in enumerate(self.members) if self._batched[i]]
+        return f"{len(split)} tensor(s) of shape {', '.join(split)}, along dimension {self.dim}"
+
     def batched(self, position: int) -> bool:
         return self._batched[position]
 

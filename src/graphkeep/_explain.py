@@ -111,7 +111,8 @@ def explain(x: object) -> Explanation:
         >>> gk.explain(y).freed, gk.explain(y).saved_bytes
         (True, 0)
     """
-    roots = [edge.node for edge in _graph.edges(x, "x", needs_graph=False)]
+    empty = isinstance(x, (tuple, list, dict)) and not x  # nothing is being watched, which is no mistake
+    roots = [] if empty else [edge.node for edge in _graph.edges(x, "x", needs_graph=False)]
     nodes = _graph.reach(roots)
     # one variable can have several accumulators over its life, hence by identity
     leaves = tuple({id(leaf): leaf for leaf in _graph.leaves(nodes)}.values())

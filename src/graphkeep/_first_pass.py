@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,6 +69,8 @@ class FirstPass:
         self._limit = limit
         self.modules = _replay.modules_of(model)
         self._refuse_coupled()
+        if len(self.chunks) > 1:
+            arguments.refuse_ambiguous()
         self._run()
 
     def _run(self) -> None:
@@ -81,7 +84,7 @@ class FirstPass:
             started = time.perf_counter()
             torch.clear_autocast_cache()  # a cast made by the chunk before carries that chunk's graph
             with self._watch_for_modules(self.worlds[0]) if k == 0 else contextlib.nullcontext():
-                tree = self.model(*call.args, **call.kwargs)
+                tree = self._call(call)
             torch.clear_autocast_cache()
             seconds += time.perf_counter() - started
             tensors = outputs.add(tree, rows.stop - rows.start)
@@ -99,6 +102,7 @@ class FirstPass:
         self.changing = self.worlds[0].changed_by(self.worlds[-1])
         self.forward_seconds = seconds / arguments.size
         self.tensors, self.values = outputs.join()
+        self._handed_out = [-1 if t.is_inference() else t._version for t in self.tensors]
         self.build = outputs.build
         for tensor, version in arguments.versions:
             if tensor._version != version:
@@ -109,6 +113,14 @@ class FirstPass:
                 )
         self._versions = [(t, t._version) for t in self.weights() if not t.is_inference()]
         self._settle_how()
+
+    def _call(self, call: Call) -> Any:
+        try:
+            return self.model(*call.args, **call.kwargs)
+        except Exception as error:
+            if len(self.chunks) > 1 and hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"gk.infer split these as one row a sample: {self.arguments.describe()}. " + _IF_NOT)
+            raise
 
     @contextlib.contextmanager
     def _watch_for_modules(self, world: World) -> Iterator[None]:
@@ -177,7 +189,7 @@ class FirstPass:
         if last - first <= 1:  # they are the whole chunk
             return
         rows = torch.tensor([first, last])
-        with self.worlds[0].restored(self.changing), torch.no_grad():
+        with self.worlds[0].restored(self.changing):
             replayed = self.forward(rows)[0]
         wanted = [select(tensor, rows, self.arguments.dim) for tensor in self.tensors]
         pairs = zip(replayed, wanted, strict=True)
@@ -217,17 +229,23 @@ class FirstPass:
 
     def refuse_changes(self, *, stale_ok: bool) -> None:
         """Raise if a weight or an argument is no longer what it was in the first pass."""
+        if any(v >= 0 and t._version != v for t, v in zip(self.tensors, self._handed_out, strict=True)):
+            raise ChangedGraphError(
+                "out.values was changed in place, and replays are compared with it",
+                where=f"gk.infer() at {self.where}",
+                instead="the change on a copy, out.values.clone()",
+            )
         for tensor, version in () if stale_ok else self._versions:
             if tensor._version != version:
                 raise ChangedGraphError(
-                    f"a weight was changed after the first pass: {_modules.describe(tensor)}",
+                    f"a weight was changed after the first pass: {_modules.describe(tensor, self.modules)}",
                     where=f"gk.infer() at {self.where}",
                     instead="gk.infer again after optimizer.step(), or stale_ok=True to differentiate at the new weights",
                 )
         for leaf in self.leaves.values():
             if not leaf.requires_grad:
                 raise ChangedGraphError(
-                    f"a weight was frozen after the first pass: {_modules.describe(leaf)}",
+                    f"a weight was frozen after the first pass: {_modules.describe(leaf, self.modules)}",
                     where=f"gk.infer() at {self.where}",
                     instead="requires_grad_(False) before gk.infer, or after the last backward",
                 )
@@ -247,3 +265,4 @@ def _sequence_number() -> int:
 
 
 _ONE = torch.ones(1, requires_grad=True)
+_IF_NOT = "What is one for all samples goes into a closure: gk.infer(lambda x: model(x, mask), x)"

@@ -36,11 +36,16 @@ def parameter_storages(leaves: Iterable[torch.Tensor] = ()) -> StorageSet:
     return found
 
 
-def describe(leaf: torch.Tensor) -> str:
-    """How the program calls a leaf: by the longest path of a module that holds it, else by its shape and dtype."""
+def describe(leaf: torch.Tensor, among: Iterable[torch.nn.Module] | None = None) -> str:
+    """How the program calls a leaf: by the longest path of a module that holds it, else by its shape and dtype.
+
+    Arguments:
+        leaf: the leaf.
+        among: the modules to look in; None for all that are alive.
+    """
     names = [
         (name.count("."), f"`{name}` of {type(module).__name__}")
-        for module in _alive()
+        for module in (_alive() if among is None else among)
         if "_parameters" in module.__dict__  # else still being built
         for name, parameter in module.named_parameters()
         if parameter is leaf

@@ -26,9 +26,10 @@ class Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, replays: Replays, numbers: torch.Tensor, *_targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.replays = replays
-        ctx.numbers = numbers
         ctx.synchronises = replays.synchronises()
         ctx.set_materialize_grads(False)
+        # torch frees it with the graph, so that a second backward is refused as everywhere
+        ctx.save_for_backward(numbers)
         picked = replays.values(numbers)
         ctx.mark_non_differentiable(
             *(tensor for tensor, has_graph in zip(picked, replays.differentiable, strict=True) if not has_graph)
@@ -42,9 +43,10 @@ class Rows(torch.autograd.Function):
                 "second derivatives through out[rows] are not available: its backward replays the model",
                 instead="model(inputs[rows]) and torch.autograd.grad(..., create_graph=True) on what it returns",
             )
+        (numbers,) = ctx.saved_tensors
         if ctx.synchronises:
             ctx.replays.prepare()
-        return None, None, *ctx.replays.backward(ctx.numbers, grads)
+        return None, None, *ctx.replays.backward(numbers, grads)
 
 
 class Replays:
@@ -195,12 +197,16 @@ class Replays:
         """The rows by themselves; None if that gives other values than they had in their chunk."""
         first = self._source()
         k = int(rows[0]) // first.step
-        with first.worlds[k].restored(first.changing):
-            outputs, call = self._forward(rows)
-        if self._stale_ok or self._as_before(outputs, rows):
-            return outputs, call
+        reason = "gave other values"
+        try:
+            with first.worlds[k].restored(first.changing):
+                outputs, call = self._forward(rows)
+            if self._stale_ok or self._as_before(outputs, rows):
+                return outputs, call
+        except Exception as error:  # a mask for all that was taken for one row a sample, for example
+            reason = f"raised {type(error).__name__}: {error}"
         first.alone = False
-        first.plan.say("whole chunks are replayed: rows by themselves gave other values")
+        first.plan.say(f"whole chunks are replayed: rows by themselves {reason}")
         return None
 
     def _whole(self, k: int, rows: torch.Tensor) -> tuple[list[torch.Tensor], Call, bool]:
@@ -293,7 +299,8 @@ class Replays:
         found: Gradients = [None] * len(targets)
         if pairs:
             found = list(torch.autograd.grad([o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True))
-        if must_be_finite and not all(bool(torch.isfinite(_dense(grad)).all()) for grad in found if grad is not None):
+        # by the sum, which reads a gradient once; that it may overflow for finite values costs a replay
+        if must_be_finite and not all(bool(torch.isfinite(_dense(grad).sum())) for grad in found if grad is not None):
             return False
         first.plan.rows_backward += len(numbers)
         self._backward_seconds = (self._backward_seconds + (time.perf_counter() - started) / len(numbers)) / 2

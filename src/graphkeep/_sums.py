@@ -62,7 +62,7 @@ def _scatter(pieces: list[tuple[torch.Tensor, torch.Tensor]], target: torch.Tens
     """The gradient of a whole argument from that of some rows, at a cost of these rows where that can be."""
     numbers = torch.cat([numbers for numbers, _ in pieces]).to(target.device)
     grads = torch.cat([grad for _, grad in pieces], dim)
-    if _accumulates_sparsely(target, dim) and 4 * len(numbers) < target.size(dim):
+    if _accumulates_sparsely(target, dim):
         if target.grad is None:
             target.grad = torch.zeros_like(target)
         return torch.sparse_coo_tensor(numbers[None], grads, target.shape, check_invariants=False).coalesce()
