@@ -10,6 +10,7 @@ import torch
 
 from graphkeep import _graph, _tree
 from graphkeep._errors import ArgumentError, ArgumentTypeError
+from graphkeep._storage import StorageSet, storages
 
 
 def is_batch(member: object, size: int, dim: int) -> bool:
@@ -134,6 +135,8 @@ def row_numbers(index: Any, size: int) -> tuple[torch.Tensor, bool]:
         or (rows.dtype is torch.bool and rows.dim() == 0)
     ):
         raise ArgumentTypeError(f"rows of shape {list(rows.shape)} and dtype {rows.dtype}", instead=_ROWS)
+    if rows.dtype is torch.uint8:
+        raise ArgumentTypeError("rows of dtype uint8, which torch takes for a mask", instead="rows.bool(), or rows.long()")
     if rows.dtype is torch.bool:
         if len(rows) != size:
             raise ArgumentError(f"a mask of {len(rows)} rows for a batch of {size}", instead="a mask with one value a sample")
@@ -166,14 +169,18 @@ class Outputs:
         members = list(_tree.flatten(tree))
         for i, member in enumerate(members):
             _graph.refuse_hidden(member, "the model's output")
-            if isinstance(member, torch.Tensor):
-                if not is_batch(member, rows, self._dim):
-                    raise ArgumentError(
-                        f"member {i} of the model's output has shape {list(member.shape)}; dimension {self._dim} should be the "
-                        f"{rows} samples of the batch",
-                        instead="a model that returns one row a sample (reduce afterwards, on out[rows]), or batch_dim=",
-                    )
-            elif self._pieces and not _same(member, self._pieces[0][i]):
+            if isinstance(member, torch.Tensor) and not is_batch(member, rows, self._dim):
+                raise ArgumentError(
+                    f"member {i} of the model's output has shape {list(member.shape)}; dimension {self._dim} should be the "
+                    f"{rows} samples of the batch",
+                    instead="a model that returns one row a sample (reduce afterwards, on out[rows]), or batch_dim=",
+                )
+            if self._pieces and isinstance(member, torch.Tensor) != isinstance(self._pieces[0][i], torch.Tensor):
+                raise ArgumentError(
+                    f"member {i} of the model's output is a tensor in one chunk and none in another",
+                    instead="the same structure for all samples, or chunk_size=None",
+                )
+            if self._pieces and not isinstance(member, torch.Tensor) and not _same(member, self._pieces[0][i]):
                 raise ArgumentError(
                     f"member {i} of the model's output is no tensor and differs from chunk to chunk: "
                     f"{self._pieces[0][i]!r} and {member!r}",
@@ -184,12 +191,21 @@ class Outputs:
         self._pieces.append([m.detach() if isinstance(m, torch.Tensor) else m for m in members])
         return [member for member in members if isinstance(member, torch.Tensor)]
 
-    def join(self) -> tuple[list[torch.Tensor], Any]:
-        """The tensors of all chunks as one, and the whole in the structure of the model's output."""
-        columns = [
-            torch.cat(column, self._dim) if isinstance(column[0], torch.Tensor) and len(column) > 1 else column[0]
-            for column in zip(*self._pieces, strict=True)
-        ]
+    def join(self, apart: StorageSet) -> tuple[list[torch.Tensor], Any]:
+        """The tensors of all chunks as one, and the whole in the structure of the model's output.
+
+        Arguments:
+            apart: memory of the user's, which a model that returns its input would hand out.
+        """
+
+        def joined(column: tuple[Any, ...]) -> Any:
+            if not isinstance(column[0], torch.Tensor):
+                return column[0]
+            if len(column) > 1:
+                return torch.cat(column, self._dim)
+            return column[0].clone() if any(storage in apart for storage in storages(column[0])) else column[0]
+
+        columns = [joined(column) for column in zip(*self._pieces, strict=True)]
         self._pieces = []
         tensors = [column for column in columns if isinstance(column, torch.Tensor)]
         return tensors, self.build(tensors)

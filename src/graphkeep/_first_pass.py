@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphkeep import _graph, _modules, _replay, _tree
-from graphkeep._batch import Arguments, Call, Outputs, select
+from graphkeep._batch import Arguments, Call, Outputs
 from graphkeep._distributed import Plain
 from graphkeep._errors import ArgumentError, ChangedGraphError
 from graphkeep._plan import Plan
@@ -68,7 +68,13 @@ class FirstPass:
         self.coupled = False
         self._limit = limit
         self.modules = _replay.modules_of(model)
-        self._refuse_coupled()
+        self._ran: set[nn.Module] = set()
+        self._graphs: list[list[bool]] = []
+        scripted = [module for module in self.modules if isinstance(module, torch.jit.ScriptModule)]
+        if scripted:
+            raise ArgumentError(
+                "gk.infer cannot look into a scripted module", instead="the module itself, or torch.compile of it"
+            )
         if len(self.chunks) > 1:
             arguments.refuse_ambiguous()
         self._run()
@@ -83,25 +89,27 @@ class FirstPass:
             mark = _sequence_number()
             started = time.perf_counter()
             torch.clear_autocast_cache()  # a cast made by the chunk before carries that chunk's graph
-            with self._watch_for_modules(self.worlds[0]) if k == 0 else contextlib.nullcontext():
+            with self._watch_modules(self.worlds[-1]):
                 tree = self._call(call)
             torch.clear_autocast_cache()
             seconds += time.perf_counter() - started
             tensors = outputs.add(tree, rows.stop - rows.start)
             del tree
-            self.differentiable = [tensor.requires_grad for tensor in tensors]
+            self._note_graphs(k, [tensor.requires_grad for tensor in tensors])
+            self._refuse_coupled(k)
             size = self._read_graph(tensors, call, mark)
             if self._limit is None or (self._limit and self.plan.kept_bytes + size <= self._limit):
                 self.kept[k] = Kept(tensors, call, size)
                 self.plan.kept_bytes += size
                 self.plan.kept_chunks += 1
             del tensors, call
-            if k == 0:
-                self._refuse_coupled()  # modules that were seen only now
         self.worlds.append(World(self.modules, self.worlds[-1]))
         self.changing = self.worlds[0].changed_by(self.worlds[-1])
         self.forward_seconds = seconds / arguments.size
-        self.tensors, self.values = outputs.join()
+        theirs = StorageSet()
+        for tensor in (*(m for m in arguments.members if isinstance(m, torch.Tensor)), *self.weights()):
+            theirs.add_tensor(tensor)
+        self.tensors, self.values = outputs.join(theirs)
         self._handed_out = [-1 if t.is_inference() else t._version for t in self.tensors]
         self.build = outputs.build
         for tensor, version in arguments.versions:
@@ -111,8 +119,17 @@ class FirstPass:
                     where=f"an argument of shape {list(tensor.shape)}",
                     instead="a model that leaves its inputs alone: an op out of place, or inplace=False in its first layers",
                 )
-        self._versions = [(t, t._version) for t in self.weights() if not t.is_inference()]
-        self._settle_how()
+        self._versions = [(t, t._version, t.dtype) for t in self.weights() if not t.is_inference()]
+        self._slots = [
+            (module, name, parameter)
+            for module in self.modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self.random = any(a.drew_random(b) for a, b in zip(self.worlds, self.worlds[1:], strict=False))
+        if self.random and not self.coupled:
+            self.alone = False
+            self.plan.say("whole chunks are replayed: the model draws random numbers, which one row alone would draw otherwise")
 
     def _call(self, call: Call) -> Any:
         try:
@@ -123,14 +140,16 @@ class FirstPass:
             raise
 
     @contextlib.contextmanager
-    def _watch_for_modules(self, world: World) -> Iterator[None]:
-        """Find the modules that a callable reaches in ways that `modules_of` cannot see."""
+    def _watch_modules(self, world: World) -> Iterator[None]:
+        """Note which modules run, and find those that a callable reaches in ways that `modules_of` cannot see."""
         known = set(self.modules)
         if any(hasattr(module, "_orig_mod") for module in known) or hasattr(self.model, "_torchdynamo_orig_callable"):
-            yield  # a global hook would make the compiler start over
+            self._ran |= known  # a global hook would make the compiler start over
+            yield
             return
 
         def meet(module: nn.Module, _args: object) -> None:
+            self._ran.add(module)
             if module not in known:
                 known.add(module)
                 self.modules.append(module)
@@ -142,17 +161,43 @@ class FirstPass:
         finally:
             handle.remove()
 
-    def _refuse_coupled(self) -> None:
-        coupled = _replay.couples_rows(self.modules)
-        if coupled:
+    def _note_graphs(self, k: int, has_graph: list[bool]) -> None:
+        self._graphs.append(has_graph)
+        self.differentiable = [any(column) for column in zip(*self._graphs, strict=True)]
+        if has_graph != self._graphs[0]:
+            self.alone = False
+            self.plan.say("whole chunks are replayed: some have a gradient where others have none")
+
+    def has_graph(self, k: int) -> list[bool]:
+        """For each output of a chunk, whether it had a graph."""
+        return self._graphs[k]
+
+    def _refuse_coupled(self, k: int) -> None:
+        """Refuse, after the first chunk that shows it, what chunks would change; buffers get their values back."""
+        coupled = _replay.couples_rows(self._ran)
+        if coupled and not self.coupled:
             self.alone, self.coupled = False, True
-            names = ", ".join(_replay.name_of(module, self.modules) for module in coupled[:3])
-            if len(self.chunks) > 1:
-                raise ArgumentError(
-                    f"with chunk_size={self.step} these modules would see other statistics than in the whole batch: {names}",
-                    instead="chunk_size=None, or model.eval() where the running statistics are meant",
-                )
-            self.plan.say(f"the whole batch is replayed: {names} mixes its samples")
+            self.plan.say(f"the whole batch is replayed: {self._names(coupled)} mixes its samples")
+        if len(self.chunks) == 1:
+            return
+        changed = self.worlds[0].changed_by(World(self.modules, self.worlds[-1]))
+        for key in changed:  # a buffer of a module that was met later, or registered in the forward, is in a later world
+            next(world for world in (*self.worlds, World(self.modules)) if key in world.buffers).put_back(key)
+        if coupled:
+            raise ArgumentError(
+                f"with chunk_size={self.step} these modules would see other statistics than in the whole batch: "
+                f"{self._names(coupled)}",
+                instead="chunk_size=None, or model.eval() where the running statistics are meant",
+            )
+        if changed:
+            names = ", ".join(sorted({f"`{name}` of {self._names([module])}" for module, name in changed})[:3])
+            raise ArgumentError(
+                f"the model changes buffers in its forward, with chunk_size={self.step} {len(self.chunks)} times: {names}",
+                instead="chunk_size=None, or model.eval()",
+            )
+
+    def _names(self, modules: list[nn.Module]) -> str:
+        return ", ".join(_replay.name_of(module, self.modules) for module in modules[:3])
 
     def _read_graph(self, tensors: list[torch.Tensor], call: Call, mark: int) -> int:
         """Note the leaves that a chunk's graph leads to; returns the bytes that it holds, parameters apart."""
@@ -176,38 +221,22 @@ class FirstPass:
         held = StorageSet(s for node in nodes for slot in slots(node) for s in slot_storages(slot) if s not in apart)
         return held.nbytes
 
-    def _settle_how(self) -> None:
-        if self.alone and any(a.drew_random(b) for a, b in zip(self.worlds, self.worlds[1:], strict=False)):
-            self.alone = False
-            self.plan.say("whole chunks are replayed: the model draws random numbers, which one row alone would draw otherwise")
-        if self.alone and len(self.chunks) > 1:
-            self._refuse_rows_that_mix()
-
-    def _refuse_rows_that_mix(self) -> None:
-        """Two rows of the first chunk by themselves must give what they gave in the chunk."""
-        first, last = self.chunks[0].start, self.chunks[0].stop - 1
-        if last - first <= 1:  # they are the whole chunk
-            return
-        rows = torch.tensor([first, last])
-        with self.worlds[0].restored(self.changing):
-            replayed = self.forward(rows)[0]
-        wanted = [select(tensor, rows, self.arguments.dim) for tensor in self.tensors]
-        pairs = zip(replayed, wanted, strict=True)
-        if all(_replay.near_values(a, b, factor=100) for a, b in pairs if a.is_floating_point() or a.is_complex()):
-            return
-        raise ArgumentError(
-            "the model gives two samples by themselves other outputs than in a chunk, so chunk_size would change the results",
-            where="a module that mixes the samples, an LSTM or attention that has the batch in another dimension, for example",
-            instead="chunk_size=None; or batch_dim= (batch_first=True in torch's modules) if dimension "
-            f"{self.arguments.dim} is not the batch",
-        )
-
     # --- what replays use ---------------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> None:
+        """Put all modules into evaluation mode; inside a restored world, which puts them back."""
+        for module in self.modules:
+            module.training = False
 
     def forward(self, rows: slice | torch.Tensor) -> tuple[list[torch.Tensor], Call]:
         """Run the model on some rows, as the world is now; returns the tensors among its outputs."""
         call = self.arguments.take(rows)
-        tree = self.model(*call.args, **call.kwargs)
+        try:
+            tree = self.model(*call.args, **call.kwargs)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note("gk.infer was running the model again, for a backward or to see whether samples mix")
+            raise
         return [member for member in _tree.flatten(tree) if isinstance(member, torch.Tensor)], call
 
     def free(self, k: int) -> Kept:
@@ -235,13 +264,16 @@ class FirstPass:
                 where=f"gk.infer() at {self.where}",
                 instead="the change on a copy, out.values.clone()",
             )
-        for tensor, version in () if stale_ok else self._versions:
-            if tensor._version != version:
-                raise ChangedGraphError(
-                    f"a weight was changed after the first pass: {_modules.describe(tensor, self.modules)}",
-                    where=f"gk.infer() at {self.where}",
-                    instead="gk.infer again after optimizer.step(), or stale_ok=True to differentiate at the new weights",
-                )
+        changed = [
+            t for t, version, dtype in self._versions if (t._version != version and not stale_ok) or t.dtype is not dtype
+        ]
+        changed += [old for module, name, old in self._slots if module._parameters.get(name) is not old]
+        for tensor in changed:
+            raise ChangedGraphError(
+                f"a weight was changed after the first pass: {_modules.describe(tensor, self.modules)}",
+                where=f"gk.infer() at {self.where}",
+                instead="gk.infer again after optimizer.step(), or stale_ok=True to differentiate at the new weights",
+            )
         for leaf in self.leaves.values():
             if not leaf.requires_grad:
                 raise ChangedGraphError(
@@ -260,6 +292,8 @@ class FirstPass:
 
 def _sequence_number() -> int:
     """The number that autograd gives to a node made now; nodes of the graph that follows have larger ones."""
+    if torch.is_inference_mode_enabled():
+        return 0
     with torch.enable_grad():
         return _ONE.view(1).grad_fn._sequence_nr()  # type: ignore[union-attr]
 

@@ -20,7 +20,9 @@ from graphkeep._batch import Arguments, row_numbers, select
 from graphkeep._distributed import wrapped
 from graphkeep._errors import ArgumentError, ArgumentTypeError, FreedGraphError, caller
 from graphkeep._first_pass import FirstPass
+from graphkeep._independence import refuse_rows_that_mix
 from graphkeep._plan import Plan, history_of, parse_keep
+from graphkeep._replay import modules_of
 from graphkeep._rows import Replays
 
 
@@ -107,11 +109,20 @@ class Inference:
         wrapper = wrapped(model)
         arguments = Arguments(*wrapper.begin(args, kwargs), batch_dim)
         self.plan = Plan(arguments.size, 1, str(keep))
-        history = history_of(wrapper.forward)
+        history = history_of(wrapper.forward, modules_of(wrapper.forward))
         if keep == "auto" and history.replays_are_cheaper:
             limit = 0
             self.plan.say(f"no graph kept: going by the last time ({history.share:.0%} of the rows), replays are cheaper")
         self._first: FirstPass | None = FirstPass(wrapper, arguments, chunk_size, limit, self.plan, self._where)
+        mixed = refuse_rows_that_mix(self._first) if len(self._first.chunks) > 1 else None
+        if mixed is not None:
+            raise ArgumentError(
+                f"{mixed}, so chunk_size would change the results",
+                where="a module that mixes the samples, an LSTM or attention with the batch in another dimension, for example; "
+                "or state that the forward keeps outside modules and torch's generators",
+                instead="chunk_size=None; or batch_dim= (batch_first=True in torch's modules) if dimension "
+                f"{batch_dim} is not the batch",
+            )
         self.values = self._first.values
         self._replays = Replays(self._first, history, stale_ok=stale_ok, choose=keep == "auto")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from graphkeep._errors import ArgumentError
@@ -60,26 +61,32 @@ class History:
         share: rows asked for, of all.
         forward_seconds, backward_seconds: of one sample.
         alone: whether rows could be computed by themselves.
+        trusted: what was found out of its samples' independence, by the modes of its modules.
     """
 
     share: float = 1.0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     alone: bool = False
+    trusted: dict[object, object] = field(default_factory=dict)
 
     @property
     def replays_are_cheaper(self) -> bool:
         return self.alone and self.share * (self.forward_seconds + self.backward_seconds) < self.backward_seconds
 
 
-_histories: weakref.WeakKeyDictionary[object, History] = weakref.WeakKeyDictionary()
+_histories: weakref.WeakKeyDictionary[object, dict[object, History]] = weakref.WeakKeyDictionary()
 
 
-def history_of(model: object) -> History:
-    """The history of a model, kept for as long as the model lives; a new one for what cannot be a key."""
+def history_of(model: object, modules: Sequence[object]) -> History:
+    """The history of a model, kept for as long as it lives.
+
+    A function made anew in each step (a lambda around a module) is known by its code and the first module that it uses.
+    """
+    code = getattr(model, "__code__", None)
     try:
-        return _histories.setdefault(model, History())
-    except TypeError:
+        return _histories.setdefault(modules[0] if modules and code is not None else model, {}).setdefault(code, History())
+    except TypeError:  # it cannot be hashed, or not be referred to weakly
         return History()
 
 

@@ -13,6 +13,7 @@ from graphkeep import _replay
 from graphkeep._batch import Call, select
 from graphkeep._errors import ArgumentError, FreedGraphError, ReplayError
 from graphkeep._first_pass import FirstPass
+from graphkeep._independence import Trust, trust
 from graphkeep._plan import History
 from graphkeep._sums import Gradients, Sums, sum_rows
 
@@ -66,6 +67,7 @@ class Replays:
         self._substitute = not first.coupled
         self._history = history
         self._backward_seconds = history.backward_seconds or 2 * first.forward_seconds  # a sample, until one has been seen
+        self._settled = False
         self._prepared = -1  # the engine's pass that the wrapper has been made ready for
         self.differentiable = first.differentiable
 
@@ -133,6 +135,8 @@ class Replays:
         """Split rows into what is run together: (chunk, its rows), or (None, rows that are computed alone)."""
         first = self._source()
         alone: list[torch.Tensor] = []
+        if any(k not in first.kept for k in (rows // first.step).unique().tolist()) or self._choose:
+            self._settle()
         for k in (rows // first.step).unique().tolist():
             mine = rows[(rows // first.step) == k]
             size = first.chunks[k].stop - first.chunks[k].start
@@ -143,6 +147,28 @@ class Replays:
         if alone:
             for group in torch.cat(alone).split(first.step):
                 yield None, group
+
+    def _settle(self) -> None:
+        """Find out, once for a model and the modes of its modules, what may be done with rows."""
+        if self._settled:
+            return
+        self._settled = True
+        first = self._source()
+        modes = (
+            tuple(module.training for module, _ in first.worlds[0].training),
+            first.random,
+            first.step == 1,
+            self._stale_ok,
+        )
+        trusted = self._history.trusted.get(modes)
+        if not isinstance(trusted, Trust):
+            trusted = self._history.trusted[modes] = trust(first)
+        if first.alone and not trusted.alone:
+            first.plan.say(
+                "whole chunks are replayed: a few samples by themselves had other gradients than in company, or did not run"
+            )
+        first.alone = first.alone and trusted.alone
+        self._substitute = self._substitute and trusted.substitute
 
     def _use_kept(self, k: int, rows: torch.Tensor, size: int) -> bool:
         first = self._source()
@@ -243,10 +269,11 @@ class Replays:
     def _as_before(self, outputs: list[torch.Tensor], rows: torch.Tensor, inside: torch.Tensor | None = None) -> bool:
         """Whether outputs, or their rows `inside`, are what was handed out for the given rows."""
         first = self._source()
+        graphs = first.has_graph(int(rows[0]) // first.step)
         dim = first.arguments.dim
         if len(outputs) != len(first.tensors):
             return False
-        for output, value, has_graph in zip(outputs, first.tensors, first.differentiable, strict=True):
+        for output, value, has_graph in zip(outputs, first.tensors, graphs, strict=True):
             values = output.detach() if inside is None else select(output.detach(), inside, dim)
             if output.requires_grad != has_graph or not _replay.near_values(values, select(value, rows, dim)):
                 return False
@@ -293,7 +320,8 @@ class Replays:
             counts: positions of the rows whose input gradients count; None for all.
         """
         first = self._source()
-        pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+        # in some chunks an output may have no graph that it has in others
+        pairs = [(o, grad) for o, grad in zip(outputs, grads, strict=True) if grad is not None and o.requires_grad]
         started = time.perf_counter()
         targets = [*first.leaves.values(), *call.stand_ins.values()]
         found: Gradients = [None] * len(targets)

@@ -85,5 +85,14 @@ def hidden_tensor(member: object) -> str | None:
     return "one of its members" if any(map(_has_graph, members)) else None
 
 
-def _has_graph(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+def _has_graph(value: object, depth: int = 3) -> bool:
+    """Whether something is, or holds within a few levels (a cache: tensors in lists in attributes), a tensor with a graph."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    if depth == 0 or isinstance(value, (str, bytes, type, torch.nn.Module, Iterator)):
+        return False
+    if isinstance(value, Mapping):
+        members: Iterable[Any] = value.values()
+    else:
+        members = value if isinstance(value, (list, tuple, set, frozenset)) else getattr(value, "__dict__", {}).values()
+    return any(_has_graph(member, depth - 1) for member in list(members)[:100])
