@@ -537,6 +537,47 @@ def test_L9_nan_in_a_rejected_sample_reaches_no_gradient() -> None:
                 assert torch.isfinite(gradient).all()
 
 
+def test_L5_two_logical_runs_on_one_batched_forward() -> None:
+    model, x = mlp(), batch()
+    out = gk.infer(model, x)
+    first, second = out[: N // 2].sum(), out[N // 2 :].square().sum()
+    first.backward()
+    second.backward()  # the first backward has freed its own part only
+    ours = gradients(model, x)
+    model.zero_grad()
+    x.grad = None
+    y = model(x)
+    (y[: N // 2].sum() + y[N // 2 :].square().sum()).backward()
+    assert_equal(ours, gradients(model, x))
+
+
+def test_L6_mini_batch_losses_on_one_embedding_with_a_step_between_are_an_early_error() -> None:
+    embed, head = mlp(), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([*embed.parameters(), *head.parameters()], lr=0.1)
+    out = gk.infer(embed, batch())
+    with pytest.raises(gk.ChangedGraphError, match=r"optimizer\.step"):
+        for rows in torch.arange(N).split(4):
+            head(out[rows]).sum().backward()
+            optimizer.step()
+
+
+def test_L11_the_bytes_of_kept_graphs_are_reported_and_the_choice_is_the_users() -> None:
+    model, x = mlp(), batch()
+    kept, recomputed = gk.infer(model, x, chunk_size=4, keep="everything"), gk.infer(model, x, chunk_size=4)
+    assert kept.plan.kept_bytes > 0 == recomputed.plan.kept_bytes
+    for out in (kept, recomputed):
+        model.zero_grad()
+        torch.cat([out[rows] for rows in torch.arange(N).split(4)]).square().sum().backward()
+        assert out.plan.rows_replayed == (0 if out is kept else N)
+
+
+def test_L12_leaving_the_context_frees_all(no_collector: None) -> None:
+    model, x = mlp(), batch()
+    with gk.infer(model, x, chunk_size=4, keep="everything") as out:
+        held = [weakref.ref(t.untyped_storage()) for kept in out._first.kept.values() for t in kept.outputs]
+    assert [ref() for ref in held] == [None] * 3
+
+
 def test_L10_the_number_of_samples_run_backward_is_the_number_asked_for() -> None:
     model, x = mlp(), batch()
     out = gk.infer(model, x)
