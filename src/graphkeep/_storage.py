@@ -46,7 +46,7 @@ def storages(tensor: torch.Tensor) -> Iterator[Storage]:
         if part.device.type != "meta":
             try:
                 yield part.untyped_storage()
-            except (NotImplementedError, RuntimeError):  # opaque layouts have no storage to speak of
+            except RuntimeError:  # opaque layouts have no storage to speak of
                 continue
 
 
