@@ -848,9 +848,10 @@ def test_weights_changed_in_between_are_refused_at_once_and_named() -> None:
         waiting.backward()
 
 
-def test_stale_ok_uses_the_new_weights() -> None:
+@pytest.mark.parametrize("keep", KEEPS)
+def test_stale_ok_uses_the_new_weights(keep: str) -> None:
     model, x = mlp(), batch()
-    out = gk.infer(model, x, chunk_size=5, stale_ok=True)
+    out = gk.infer(model, x, chunk_size=5, stale_ok=True, keep=keep)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(2)

@@ -256,6 +256,10 @@ class FirstPass:
                     seen.add(id(parameter))
                     yield parameter
 
+    def is_stale(self) -> bool:
+        """Whether a weight has changed since the first pass."""
+        return any(tensor._version != version for tensor, version, _ in self._versions)
+
     def refuse_changes(self, *, stale_ok: bool) -> None:
         """Raise if a weight or an argument is no longer what it was in the first pass."""
         if any(v >= 0 and t._version != v for t, v in zip(self.tensors, self._handed_out, strict=True)):

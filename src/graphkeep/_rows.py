@@ -135,12 +135,17 @@ class Replays:
         """Split rows into what is run together: (chunk, its rows), or (None, rows that are computed alone)."""
         first = self._source()
         alone: list[torch.Tensor] = []
-        if any(k not in first.kept for k in (rows // first.step).unique().tolist()) or self._choose:
+        if self._choose:  # between a kept graph and the rows alone
             self._settle()
         for k in (rows // first.step).unique().tolist():
             mine = rows[(rows // first.step) == k]
             size = first.chunks[k].stop - first.chunks[k].start
-            if (k in first.kept and self._use_kept(k, mine, size)) or len(mine) == size or not first.alone:
+            if k in first.kept and self._use_kept(k, mine, size):
+                yield k, mine
+                continue
+            if len(mine) < size:
+                self._settle()
+            if len(mine) == size or not first.alone:
                 yield k, mine
             else:
                 alone.append(mine)
@@ -172,6 +177,10 @@ class Replays:
 
     def _use_kept(self, k: int, rows: torch.Tensor, size: int) -> bool:
         first = self._source()
+        if self._stale_ok and first.is_stale():
+            first.plan.say("a kept graph was replayed: the weights have changed since")
+            first.free(k)
+            return False
         rejected = _others(first.chunks[k], rows)
         dim = first.arguments.dim
         if len(rejected) and not all(
@@ -244,6 +253,8 @@ class Replays:
         """
         first = self._source()
         chunk = first.chunks[k]
+        if len(rows) < chunk.stop - chunk.start:
+            self._settle()
         if self._substitute and len(rows) < chunk.stop - chunk.start:
             numbers = torch.full((chunk.stop - chunk.start,), int(rows[0]))
             numbers[rows - chunk.start] = rows
