@@ -60,12 +60,13 @@ class Sums:
 
 def _scatter(pieces: list[tuple[torch.Tensor, torch.Tensor]], target: torch.Tensor, dim: int) -> torch.Tensor:
     """The gradient of a whole argument from that of some rows, at a cost of these rows where that can be."""
-    numbers = torch.cat([numbers for numbers, _ in pieces]).to(target.device)
-    grads = torch.cat([grad for _, grad in pieces], dim)
+    single = len(pieces) == 1  # sorted and unique then, and not copied
+    numbers = (pieces[0][0] if single else torch.cat([numbers for numbers, _ in pieces])).to(target.device)
+    grads = pieces[0][1] if single else torch.cat([grad for _, grad in pieces], dim)
     if _accumulates_sparsely(target, dim):
         if target.grad is None:
             target.grad = torch.zeros_like(target)
-        return torch.sparse_coo_tensor(numbers[None], grads, target.shape, check_invariants=False).coalesce()
+        return torch.sparse_coo_tensor(numbers[None], grads, target.shape, check_invariants=False, is_coalesced=single)
     return torch.zeros_like(target).index_add_(dim, numbers, grads)
 
 
