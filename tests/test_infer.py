@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import graphkeep as gk
 
@@ -218,6 +219,22 @@ def test_L13_batch_norm_in_chunks_is_refused_by_name_and_nothing_has_run() -> No
         gk.infer(model, batch(), chunk_size=4)
     assert torch.equal(model[1].running_mean, before)
     gk.infer(model.eval(), batch(), chunk_size=4)
+
+
+def test_buffers_in_a_checkpoint_are_updated_once() -> None:
+    inner, x = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), batch()
+    out = gk.infer(lambda x: checkpoint(inner, x, use_reentrant=False), x)
+    mean = inner[1].running_mean.clone()
+    for rows in ([1, 2], [3]):
+        out[rows].square().sum().backward()
+    assert inner[1].num_batches_tracked == 1
+    assert torch.equal(inner[1].running_mean, mean)
+    ours = gradients(inner, x)
+    inner.zero_grad()
+    x.grad = None
+    y = inner(x)
+    (y[[1, 2]].square().sum() + y[[3]].square().sum()).backward()
+    assert_equal(ours, gradients(inner, x))
 
 
 def test_L13_buffers_are_updated_once() -> None:

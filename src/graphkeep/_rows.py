@@ -207,7 +207,8 @@ class Replays:
         if k is None:
             again = self._alone(mine)
             if again is not None:
-                self._differentiate(*again, grads, mine, sums)
+                with self._as_it_was(int(mine[0]) // first.step):
+                    self._differentiate(*again, grads, mine, sums)
                 return
             for chunk in (mine // first.step).unique().tolist():
                 self._run((chunk, mine[(mine // first.step) == chunk]), rows, wanted, sums)
@@ -226,7 +227,14 @@ class Replays:
         outputs, call, replaced = self._whole(k, mine)
         spread = [_spread(grad, inside, size, first.arguments.dim) for grad in grads]
         numbers = torch.arange(chunk.start, chunk.stop)
-        self._differentiate(outputs, call, spread, numbers, sums, counts=inside if replaced else None)
+        with self._as_it_was(k):
+            self._differentiate(outputs, call, spread, numbers, sums, counts=inside if replaced else None)
+
+    def _as_it_was(self, k: int) -> contextlib.AbstractContextManager[None]:
+        """The world of a chunk for a backward too: a `checkpoint` in the model runs its part of the forward again there."""
+        first = self._source()
+        world = first.worlds[k]
+        return world.restored(first.changing) if world.buffers else contextlib.nullcontext()
 
     def _alone(self, rows: torch.Tensor) -> tuple[list[torch.Tensor], Call] | None:
         """The rows by themselves; None if that gives other values than they had in their chunk."""
