@@ -361,6 +361,29 @@ def test_samples_that_meet_only_in_the_gradient(kind: Callable[[], nn.Module], d
     assert_equal(ours, gradients(model, x))
 
 
+@pytest.mark.parametrize("switch", ["argument", "attribute"])
+def test_independence_is_looked_at_anew_when_a_model_is_switched(switch: str) -> None:
+    class Switched(Auxiliary):
+        mixes = False
+
+        def forward(self, x: torch.Tensor, mixes: bool = False) -> torch.Tensor:
+            return super().forward(x) if mixes or self.mixes else self.linear(x)
+
+    model, x = Switched(), batch()
+    gk.infer(model, x)[[5, 7]].sum().backward()  # independent so far
+    model.zero_grad()
+    x.grad = None
+    if switch == "attribute":
+        model.mixes = True
+    out = gk.infer(model, x, mixes=switch == "argument")
+    out[[5, 7]].square().sum().backward()
+    ours = gradients(model, x)
+    model.zero_grad()
+    x.grad = None
+    model(x, True)[[5, 7]].square().sum().backward()
+    assert_equal(ours, gradients(model, x))
+
+
 def test_stale_ok_does_not_take_mixing_samples_for_independent_ones() -> None:
     model, x = Centred(), batch()
     out = gk.infer(model, x, stale_ok=True)

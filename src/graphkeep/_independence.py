@@ -83,6 +83,24 @@ def trust(first: FirstPass) -> Trust:
     )
 
 
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def fingerprint(first: FirstPass) -> tuple[object, ...]:
+    """What of a call may switch a model to another computation: plain arguments, and plain attributes of its modules.
+
+    An argument that is neither a tensor nor plain counts by identity, so that another one is looked at anew.
+    """
+    members = [
+        (str(m.dtype), m.dim(), m.requires_grad) if isinstance(m, torch.Tensor) else m if isinstance(m, _PLAIN) else id(m)
+        for m in first.arguments.members
+    ]
+    attributes = [
+        (name, value) for module in first.modules for name, value in vars(module).items() if isinstance(value, _PLAIN)
+    ]
+    return first.arguments.dim, tuple(members), tuple(attributes)
+
+
 def _agree(first: FirstPass, rows: torch.Tensor, places: torch.Tensor | None, reference: list[torch.Tensor | None]) -> bool:
     try:
         found, _ = _gradients(first, rows, places)

@@ -13,7 +13,7 @@ from graphkeep import _replay
 from graphkeep._batch import Call, select
 from graphkeep._errors import ArgumentError, FreedGraphError, ReplayError
 from graphkeep._first_pass import FirstPass
-from graphkeep._independence import Trust, trust
+from graphkeep._independence import Trust, fingerprint, trust
 from graphkeep._plan import History
 from graphkeep._sums import Gradients, Sums, sum_rows
 
@@ -154,7 +154,7 @@ class Replays:
                 yield None, group
 
     def _settle(self) -> None:
-        """Find out, once for a model and the modes of its modules, what may be done with rows."""
+        """Find out, once for a model, its modes and the kind of its arguments, what may be done with rows."""
         if self._settled:
             return
         self._settled = True
@@ -164,6 +164,7 @@ class Replays:
             first.random,
             first.step == 1,
             self._stale_ok,
+            fingerprint(first),
         )
         trusted = self._history.trusted.get(modes)
         if not isinstance(trusted, Trust):
