@@ -38,6 +38,14 @@ PAGES = {
             "infer_peaks": "What is there at once, whatever the number of samples",
         },
     ),
+    "watch": (
+        "`watch`",
+        {
+            "watch": "Time of a training step",
+            "watch_memory": "Memory",
+            "watch_look": "Looking at everything that is alive",
+        },
+    ),
 }
 FOLDER = ROOT / "docs" / "benchmarks"
 

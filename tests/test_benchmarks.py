@@ -1,9 +1,12 @@
 """What the benchmarks count, they count right. No times here."""
 
 import gc
+import json
 
+import pytest
 import torch
 
+from benchmarks import watch, watch_jobs, watch_look, watch_memory
 from benchmarks._measure import LiveBytes
 
 MIB = 1 << 20
@@ -75,3 +78,22 @@ def test_a_sparse_tensor_counts_its_indices_and_values() -> None:
         assert live.now == 8 + MIB
         del x
         assert live.now == 0
+
+
+def test_the_benchmark_of_watch_runs_and_what_does_not_depend_on_time_is_met() -> None:
+    rows = [*watch.rows(quick=True), *watch_memory.rows(quick=True), *watch_look.rows(quick=True)]
+    verdicts = {(row.model, row.figure): row.verdict for row in rows}
+    assert verdicts["4 tiny layers", "watch: peak live bytes"] == "met"
+    assert verdicts["4 tiny layers, 20 steps", "losses that are not the same bit for bit"] == "met"
+    assert verdicts["after a watch", "functions of torch's that are still replaced"] == "met"
+    assert {row.benchmark for row in rows} == {"watch", "watch_memory", "watch_look"}
+
+
+@pytest.mark.parametrize("way", ["plain", "after", "watch"])
+def test_a_process_that_is_timed_prints_its_seconds_last(way: str, capfd: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    try:
+        watch_jobs.main("small", "2", way)
+    finally:
+        torch.set_num_threads(threads)
+    assert json.loads(capfd.readouterr().out.splitlines()[-1]) > 0

@@ -18,6 +18,7 @@ from graphkeep._errors import LostGradientWarning as LostGradientWarning
 from graphkeep._errors import NotFreedWarning as NotFreedWarning
 from graphkeep._errors import NotInGraphError as NotInGraphError
 from graphkeep._errors import ReplayError as ReplayError
+from graphkeep._errors import WatchFailedWarning as WatchFailedWarning
 from graphkeep._explain import Explanation as Explanation
 from graphkeep._explain import explain as explain
 from graphkeep._infer import Inference as Inference
@@ -25,5 +26,7 @@ from graphkeep._infer import infer as infer
 from graphkeep._install import install as install
 from graphkeep._keep import backward as backward
 from graphkeep._plan import Plan as Plan
+from graphkeep.watch._findings import Finding as Finding
+from graphkeep.watch._watch import watch as watch
 
 __version__ = "0.1.0"

@@ -7,6 +7,7 @@ gradient would be lost without a word.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +16,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from graphkeep import _graph, _saved
+from graphkeep import _engine, _graph, _saved
 from graphkeep._errors import ArgumentError, BypassedCutError, ChangedGraphError, ClosedCutError
-from graphkeep._patch import Patch
 
 
 class Trunk:
@@ -197,19 +197,39 @@ def _runs(node: Node) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    def run_backward(outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any = (), *args: Any, **kwargs: Any) -> Any:
-        if inputs:
-            _refuse_partial(outputs, inputs)
-        return original(outputs, grads, keep, create, inputs, *args, **kwargs)
+class _OpenTrunks:
+    """The trunks that wait; while there are any, calls of the engine with ``inputs=`` are looked at."""
 
-    return run_backward
+    def __init__(self) -> None:
+        self.trunks: dict[int, Trunk] = {}
+        self._listening: int | None = None
+        self._ids = itertools.count()
+
+    def add(self, trunk: Trunk) -> int:
+        number = next(self._ids)
+        self.trunks[number] = trunk
+        if self._listening is None:
+            self._listening = _engine.calls.add(_look)
+        return number
+
+    def remove(self, number: int) -> None:
+        """Removing twice does nothing."""
+        self.trunks.pop(number, None)
+        if not self.trunks and self._listening is not None:
+            _engine.calls.remove(self._listening)
+            self._listening = None
+
+
+def _look(proceed: Any, outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any = (), *args: Any, **kwargs: Any) -> Any:
+    if inputs:
+        _refuse_partial(outputs, inputs)
+    return proceed(outputs, grads, keep, create, inputs, *args, **kwargs)
 
 
 def _refuse_partial(outputs: Any, inputs: Any) -> None:
     """Refuse a gradient with respect to something below an open cut when a part of it would have to pass the cut."""
     wanted = [(_node(tensor), tensor) for tensor in inputs]
-    trunks = [trunk for trunk in open_trunks.users.values() if any(node in trunk.nodes for node, _ in wanted)]
+    trunks = [trunk for trunk in open_trunks.trunks.values() if any(node in trunk.nodes for node, _ in wanted)]
     if not trunks:
         return
     # through the boundaries of other open cuts, as the gradient would go without them
@@ -234,5 +254,4 @@ def _node(tensor: torch.Tensor | GradientEdge) -> Node:
     return tensor.node if isinstance(tensor, GradientEdge) else get_gradient_edge(tensor).node
 
 
-# torch.autograd.backward and torch.autograd.grad both call this; while a cut is open, calls with inputs= are looked at
-open_trunks = Patch(torch.autograd, "_engine_run_backward", _wrap)
+open_trunks = _OpenTrunks()

@@ -87,6 +87,10 @@ class NotFreedWarning(UserWarning):
     """Gradients are right, yet some of the graph's memory could not be freed; the message names the nodes."""
 
 
+class WatchFailedWarning(UserWarning):
+    """A fault inside graphkeep ended a `watch`; the program itself is not affected."""
+
+
 def caller() -> str:
     """``file.py:line`` of the innermost frame that is neither graphkeep's nor torch's own."""
     frame, _ = _user_frame()
@@ -108,13 +112,18 @@ def _user_frame() -> tuple[FrameType, int]:
 
 
 def _is_library(frame: FrameType) -> bool:
-    filename = frame.f_code.co_filename
-    found = _library_files.get(filename)
+    return library_file(frame.f_code.co_filename, frame)
+
+
+def library_file(filename: str, frame: FrameType) -> bool:
+    """Whether a frame's file is graphkeep's own or torch's."""
+    found = library_files.get(filename)
     if found is None:
-        name: str = frame.f_globals.get("__name__", "")
-        found = filename.startswith(_PACKAGE) or name.partition(".")[0] == "torch"
-        _library_files[filename] = found
+        name = frame.f_globals.get("__name__")
+        found = filename.startswith(_PACKAGE) or (type(name) is str and name.partition(".")[0] == "torch")
+        if not filename.startswith("<"):  # many share such a name
+            library_files[filename] = found
     return found
 
 
-_library_files: dict[str, bool] = {}
+library_files: dict[str, bool] = {}

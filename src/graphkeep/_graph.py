@@ -107,6 +107,11 @@ def leaves(nodes: Iterable[Node]) -> Iterator[torch.Tensor]:
             yield variable
 
 
+def number(node: Node) -> int:
+    """Nodes are numbered as they are made, in each thread; those of leaves come last."""
+    return node._sequence_nr()
+
+
 def op(node: Node) -> str:
     """The forward op of a node, as a user knows it: ``mul`` for ``MulBackward0``, ``MyFunction`` for a custom one."""
     variable = leaf(node)

@@ -49,6 +49,34 @@ class Slot(NamedTuple):
     name: str
     state: State
     value: Any = None
+    packed: Packed | None = None  # where hooks of graphkeep's own packed it
+
+
+class Packed:
+    """What saved-tensor hooks of graphkeep's own leave in a slot: it can be read and released like the tensor itself.
+
+    Attributes:
+        tensor: what was saved; None once released.
+        tombstone: says who released it.
+    """
+
+    __slots__ = ("__weakref__", "tensor", "tombstone")
+    tensor: torch.Tensor | None
+    tombstone: Tombstone | None
+
+    def release(self, tombstone: Tombstone) -> None:
+        """Let go of the tensor; a backward that asks for it is told why it is not there."""
+        if self.tombstone is None:
+            self.tombstone, self.tensor = tombstone, None
+            self.released()
+
+    def released(self) -> None:
+        """For whoever counts them."""
+
+
+# While this is a list, unpack hooks of our own put the `Packed` there that they are asked for: torch 2.6 shows what a slot
+# holds in no other way.
+probe: list[Packed] | None = None
 
 
 class Tombstone:
@@ -66,7 +94,11 @@ class Tombstone:
         self.instead = instead
 
     def __call__(self, _packed: object) -> torch.Tensor:
-        raise FreedGraphError(
+        raise self.error()
+
+    def error(self) -> FreedGraphError:
+        """What a backward is told."""
+        return FreedGraphError(
             "this part of the graph has been freed, and a backward asked for what it had saved",
             where=f"freed by {self.freed_by}",
             instead=self.instead,
@@ -126,6 +158,8 @@ def _read(name: str, raw: Any) -> Slot:
         return Slot(name, State.EMPTY)
     unpack = raw.unpack_hook
     if unpack is not None:
+        if isinstance(raw.data, Packed):
+            return _read_packed(name, raw.data)
         return Slot(name, State.FREED) if isinstance(unpack, Tombstone) else Slot(name, State.PACKED, raw.data)
     value = raw.data
     if value is not None:
@@ -137,18 +171,34 @@ def _read(name: str, raw: Any) -> Slot:
     return Slot(name, State.EMPTY)
 
 
+def _read_packed(name: str, packed: Packed) -> Slot:
+    return Slot(name, State.FREED, packed) if packed.tensor is None else Slot(name, State.HELD, packed.tensor, packed)
+
+
 def _read_by_value(node: Node, name: str) -> Iterator[Slot]:
-    try:
-        value = getattr(node, _value_name(node, name))
-    except FreedGraphError:
+    value, error, asked = _ask(node, name)
+    if asked:
+        yield from (_read_packed(name, packed) for packed in asked)
+    elif isinstance(error, FreedGraphError):
         yield Slot(name, State.FREED)
-        return
-    except RuntimeError as error:
+    elif error is not None:
         # any other error (a version that changed) comes from a slot that does hold something we cannot see
         yield Slot(name, State.FREED if _RELEASED_BY_TORCH in str(error) else State.PACKED)
-        return
-    for item in value if isinstance(value, tuple) else (value,):
-        yield Slot(name, State.EMPTY) if item is None else Slot(name, State.HELD, item)
+    else:
+        for item in value if isinstance(value, tuple) else (value,):
+            yield Slot(name, State.EMPTY) if item is None else Slot(name, State.HELD, item)
+
+
+def _ask(node: Node, name: str) -> tuple[Any, Exception | None, list[Packed]]:
+    """A value by torch's public attribute: that or the error, and the packed objects of our own behind it."""
+    global probe  # noqa: PLW0603
+    before, probe = probe, []
+    try:
+        return getattr(node, _value_name(node, name)), None, probe
+    except Exception as error:
+        return None, error, probe
+    finally:
+        probe = before
 
 
 def slot_storages(slot: Slot) -> list[Storage]:
@@ -173,15 +223,28 @@ def release(node: Node, tombstone: Tombstone) -> bool:
             if raw is None:
                 continue
             if _HAS_DATA and (raw.unpack_hook is not None or raw.data is None):
-                done = done and (raw.unpack_hook is None or isinstance(raw.unpack_hook, Tombstone))
+                if isinstance(raw.data, Packed):
+                    raw.data.release(tombstone)
+                else:
+                    done = done and (raw.unpack_hook is None or isinstance(raw.unpack_hook, Tombstone))
                 continue
             try:
                 raw.register_hooks(_drop, tombstone)
                 if not _HAS_DATA:
                     _metadata(node)[_MARK] = True  # there, nothing tells our hooks from other ones
             except RuntimeError as error:  # torch 2.6: empty, freed, or owned, told apart by its message only
-                done = done and ("have already been set" not in str(error) or _MARK in _metadata(node))
+                done = done and ("have already been set" not in str(error) or _release_asked(node, attribute, tombstone))
     return done
+
+
+def _release_asked(node: Node, attribute: str, tombstone: Tombstone) -> bool:
+    """Release what our own hooks packed, on a torch that shows it to nobody else."""
+    if _MARK in _metadata(node):
+        return True
+    asked = _ask(node, attribute.removeprefix(_PREFIX))[2]
+    for packed in asked:
+        packed.release(tombstone)
+    return bool(asked)
 
 
 def _metadata(node: Any) -> dict[str, Any]:
@@ -203,10 +266,14 @@ def check(node: Node) -> None:
     for attribute in _names(node):
         name = attribute.removeprefix(_PREFIX)
         raws = _raw(node, attribute) or ()
-        owned = [raw.unpack_hook for raw in raws if raw is not None] if _HAS_DATA else []
-        if any(hook is not None and not isinstance(hook, Tombstone) for hook in owned):
+        if _HAS_DATA and any(raw is not None and _is_foreign(raw) for raw in raws):
             continue
         getattr(node, _value_name(node, name))
+
+
+def _is_foreign(raw: Any) -> bool:
+    hook = raw.unpack_hook
+    return hook is not None and not isinstance(hook, Tombstone) and not isinstance(raw.data, Packed)
 
 
 def hides(node: Node) -> bool:

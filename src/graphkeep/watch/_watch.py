@@ -1,0 +1,271 @@
+"""`watch`: the context under which a program is seen."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from graphkeep._errors import ArgumentError, ArgumentTypeError, WatchFailedWarning
+from graphkeep._ledger import LEDGER, Call, Entry
+from graphkeep._storage import format_bytes
+from graphkeep.watch import _census, _export, _findings, _postmortem, _tables
+from graphkeep.watch._findings import Finding
+from graphkeep.watch._timeline import Life, Timeline
+
+_log = logging.getLogger("graphkeep")
+Schedule: TypeAlias = Callable[[int], torch.profiler.ProfilerAction]
+
+
+class watch:
+    """See when each graph of a program is born, what it holds, what frees it, and what still holds it.
+
+    The program runs as before: the same results, the same exceptions (with more said in their notes, where a backward fails
+    because its graph was freed or changed in place). Everything that autograd saves in the block is seen, in every thread that
+    starts in it; what other saved-tensor hooks (`save_on_cpu`, `checkpoint`) save is theirs and stays hidden.
+
+    Arguments:
+        schedule: as `torch.profiler.schedule` makes it: a function from the number of the step to a
+            `torch.profiler.ProfilerAction`; nothing is recorded in a step for which it says ``NONE``. None records all.
+
+    Attributes:
+        timeline: the record itself.
+
+    Raises:
+        ArgumentTypeError: `schedule` cannot be called.
+
+    Warns:
+        WatchFailedWarning: a fault inside graphkeep; the watch ends there, and the program goes on.
+
+    Example:
+        >>> import torch, graphkeep as gk
+        >>> w = torch.ones(1000, requires_grad=True)
+        >>> optimizer = torch.optim.SGD([w], lr=0.1)
+        >>> total = 0.0
+        >>> with gk.watch() as seen:
+        ...     for _ in range(12):
+        ...         loss = w.exp().sum()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         total = total + loss  # keeps a chain of nodes
+        >>> [finding.id for finding in seen.findings]
+        ['GK102']
+
+    Source: `torch.autograd.graph.saved_tensors_hooks`, `torch.profiler.profile` for the shape of the interface.
+    """
+
+    def __init__(self, *, schedule: Schedule | None = None) -> None:
+        if schedule is not None and not callable(schedule):
+            raise ArgumentTypeError(
+                f"`schedule` is of type {type(schedule).__name__}",
+                instead="torch.profiler.schedule(wait=..., warmup=..., active=...), or None to record every step",
+            )
+        self.timeline = Timeline()
+        self._schedule = schedule
+        self._running = self._recording = self._own_steps = False
+        self._handles: list[Any] = []
+        self._boundary: Any = None
+        self._findings: list[Finding] | None = None
+        self._held: list[dict[str, Any]] = []
+        self._failed = False
+
+    # running --------------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> watch:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin to watch.
+
+        Raises:
+            ArgumentError: it is running.
+        """
+        if self._running:
+            raise ArgumentError("this watch is running already", instead="w.stop() first, or another gk.watch()")
+        self._running = True
+        self._findings = None
+        self._handles = [register_optimizer_step_post_hook(self._optimizer_stepped)]
+        self._record(self._wanted(0))
+
+    def stop(self) -> None:
+        """End: look at what is alive, and take every hook off. Stopping twice does nothing."""
+        if not self._running:
+            return
+        self._running = False
+        with self._guarded():
+            self._look()
+        self._leave()
+
+    def step(self) -> None:
+        """The end of a step. With the first call an optimizer's step is none any more."""
+        self._own_steps = True
+        self._next_step()
+
+    def _leave(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._boundary = None
+        self._record(False)
+
+    def _record(self, wanted: bool) -> None:
+        if wanted and not self._recording:
+            LEDGER.join(self)
+        elif self._recording and not wanted:
+            LEDGER.leave(self)
+        self._recording = wanted
+
+    def _wanted(self, step: int) -> bool:
+        return self._schedule is None or self._schedule(step) is not torch.profiler.ProfilerAction.NONE
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        with self._guarded():
+            self.timeline.optimizer_stepped(optimizer)
+            # several optimizers step in one step (GAN): the first one that is still there ends it
+            boundary = self._boundary() if self._boundary is not None else None
+            if boundary is None:
+                boundary = optimizer
+                self._boundary = self.timeline.optimizer_steps[-1].optimizer
+            if boundary is optimizer and not self._own_steps:
+                self._next_step()
+
+    def _next_step(self) -> None:
+        with self._guarded():
+            self.timeline.next_step()
+            if self._running:
+                self._record(self._wanted(self.timeline.step))
+
+    # what the ledger says ---------------------------------------------------------------------------------------------------
+
+    def saved(self, entry: Entry) -> None:
+        """For the ledger."""
+        try:
+            self.timeline.saved(entry)
+        except Exception as error:
+            self._fail(error)
+
+    def died(self, entry: Entry, call: Call | None) -> None:
+        """For the ledger."""
+        try:
+            self.timeline.died(entry, call)
+        except Exception as error:
+            self._fail(error)
+
+    def begins(self, call: Call) -> None:
+        """For the ledger."""
+        with self._guarded():
+            self.timeline.begins(call)
+
+    def ends(self, call: Call, error: BaseException | None) -> None:
+        """For the ledger."""
+        with self._guarded():
+            self.timeline.ends(call, error)
+        if isinstance(error, RuntimeError):
+            with self._guarded():
+                _postmortem.annotate(error, call.outputs, self.timeline, LEDGER.mismatch)
+
+    def reused(self, entry: Entry, earlier: int, call: Call) -> None:
+        """For the ledger."""
+        with self._guarded():
+            self.timeline.reused(entry, earlier, call)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if self._failed:
+            return
+        self._failed, self._running = True, False
+        self._leave()
+        _log.error("the watch ended with an internal fault", exc_info=error)
+        # where warnings are errors, the log has to do
+        with contextlib.suppress(WatchFailedWarning):
+            warnings.warn(
+                f"gk.watch() ended here by a fault inside graphkeep ({type(error).__name__}: {error}); the program goes on",
+                WatchFailedWarning,
+                stacklevel=2,
+            )
+
+    # what was seen ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What is wrong, the gravest first; empty if nothing is. While the watch runs, what is alive now is looked at."""
+        if self._running:
+            with self._guarded():
+                self._look()
+        return list(self._findings or ())
+
+    @property
+    def lives(self) -> list[Life]:
+        """The last few thousand graphs that died: where each was built, what freed it, and where."""
+        return list(self.timeline.lives)
+
+    def summary(self) -> str:
+        """Verdict, why and next; then what was saved and freed."""
+        findings = self.findings
+        return _findings.verdict(findings) + "\n\n" + _tables.overview(self.timeline)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def table(self, group_by: str = "line", sort_by: str = "bytes", row_limit: int = 20) -> str:
+        """A table for people.
+
+        Arguments:
+            group_by: ``line``, ``module``, ``op`` or ``holder``.
+            sort_by: ``bytes`` (saved), ``live`` (held now), ``tensors`` or ``name``.
+            row_limit: at most so many rows.
+
+        Raises:
+            ArgumentError: another value.
+        """
+        if self._running and group_by == "holder":
+            with self._guarded():
+                self._look()
+        return _tables.table(self.timeline, self._held, group_by, sort_by, row_limit)
+
+    def export_json(self, path: Any) -> None:
+        """Write everything that was recorded, with its ``schema_version``, as JSON."""
+        _export.write_json(path, self.timeline, self.findings, self._held)
+
+    def export_trace(self, path: Any) -> None:
+        """Write the timeline as Chrome trace events (https://ui.perfetto.dev opens them). One unit of time is one step."""
+        _export.write_trace(path, self.timeline)
+
+    def _look(self) -> None:
+        collecting = gc.isenabled()
+        gc.disable()  # a collection in the middle would free what is being looked at
+        try:
+            held = _census.take(self.timeline)
+            self._findings = _findings.find(self.timeline, held)
+            self._held = [
+                {
+                    "holder": one.holder.what if one.holder else "nothing in Python: alive though unreachable",
+                    "nodes": one.nodes,
+                    "bytes": one.bytes,
+                    "steps": sorted(one.parts)[:1] + sorted(one.parts)[-1:],
+                }
+                for one in held
+            ]
+        finally:
+            if collecting:
+                gc.enable()
+
+    def __repr__(self) -> str:
+        state = "running" if self._running else "stopped"
+        return f"<gk.watch {state}: {self.timeline.step} steps, {format_bytes(self.timeline.live)} held>"
