@@ -19,7 +19,7 @@ demo: $(STAMP) ## run the demo
 	@$(PY) -m graphkeep demo
 
 test: $(STAMP) ## run the tests
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n 2 --dist loadfile
 
 check: $(STAMP) ## lint, formatting and types
 	@$(PY) -m ruff check .

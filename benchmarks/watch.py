@@ -3,9 +3,10 @@
 A round is one step of a network of large ops, or eight of one of tiny ops; all variants of a job alternate in one process, and
 what a tool does when it is switched on and off (`watch` looks at everything that is alive, a profiler works through its events)
 is outside the clock. *Large ops*: the share of a forward's time that is spent in ops of at least 500 us. The chain of sines is
-the dearest shape that the bar for these knows: each op saves a tensor, and takes little more. *Identity hooks*, `saved_tensors_hooks` with two lambdas that return what they are given, are the least that any
-tool with hooks pays. memray can only be had for a whole process: pairs of processes alternate, and the clock is each one's own,
-around its steps. *After a watch*: a process that has left one, over a process that never had any.
+the dearest shape that the bar for these knows: each op saves a tensor, and takes little more. *Identity hooks*,
+`saved_tensors_hooks` with two lambdas that return what they are given, are the least that any tool with hooks pays. memray can
+only be had for a whole process: pairs of processes alternate, and the clock is each one's own, around its steps. *After a
+watch*: a process that has left one, over a process that never had any.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,7 +111,8 @@ def _times(model: str, job: Job, rounds: int, few: int) -> Iterator[Row]:
         raise AssertionError(f"{where}: ops of 500 us make only {large:.0%} of the forward")
     watch = gk.watch()
     saved = _saved_tensors(job)
-    times = alternate({"plain": contextlib.nullcontext, "watch": lambda: running(watch), "identity": identity}, job.round, rounds)
+    ways: dict[str, Way] = {"plain": contextlib.nullcontext, "watch": lambda: running(watch), "identity": identity}
+    times = alternate(ways, job.round, rounds)
     row = _measure.time_row("watch", where, LABELS["watch"], times["watch"], times["plain"], job.wanted)
     each = (statistics.median(times["watch"]) - statistics.median(times["plain"])) / job.steps / saved * 1e6
     note = _milliseconds(times["watch"], times["plain"], job.steps)
@@ -164,8 +165,7 @@ def _processes(model: str, steps: int, pairs: int) -> Iterator[Row]:
 def _under_memray(*arguments: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, "-m", "memray", "run", "-q", "-o", str(Path(folder) / "out.bin"), "-m", "benchmarks.watch_jobs"]
-            + list(arguments),
+            [sys.executable, "-m", "memray", "run", "-q", "-o", f"{folder}/out.bin", "-m", "benchmarks.watch_jobs", *arguments],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,

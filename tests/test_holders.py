@@ -461,10 +461,14 @@ targets = [f(None) for f in kept]
 kept.clear()
 found = find(targets)
 """
-    found = run(program)["found"]
+    space = run(program)
+    found = space["found"]
+    # an older torch shows these hooks to nobody but itself
+    seen = any(part is space["x"]._post_accumulate_grad_hooks for part in gc.get_referents(space["x"]))
+    where = "post-accumulate hook `hook` on x" if seen else "hook `hook` on an autograd node"
     assert [(h.what, h.kind) for h in found] == [
         ("closure variable `t` of tensor hook `hook` on y", "hook"),
-        ("closure variable `t` of post-accumulate hook `hook` on x", "hook"),
+        (f"closure variable `t` of {where}", "hook"),
     ]
 
 
@@ -866,18 +870,19 @@ def test_no_code_of_the_program_runs(run: Run) -> None:
     list.append(row, grown())
     error_dict = BaseException.__dict__["__dict__"].__get__(error)
     error_dict[HostileKey()] = error_dict["kept"] = grown()
-    nn.Module.__dict__["__dict__"].__get__(net)["kept"] = grown()
+    nn.Module.__dict__["__dict__"].__get__(net)["held"] = grown()
     mixed = {HostileKey(): cls, "thing": thing, cls: 1, "table": table, "row": row, "error": error, "net": net, "odd": odd}
     values = [slot.__get__(thing)[0], *dict.values(table), *list.__iter__(row), error_dict["kept"], odd]
-    values.append(nn.Module.__dict__["__dict__"].__get__(net)["kept"])
+    values.append(nn.Module.__dict__["__dict__"].__get__(net)["held"])
     del thing, table, row, error, net, odd, error_dict
     program = "globals()[Key()] = table = mixed\nfound = find(values, seconds=100, ignore=ignore)"
     space = run(program, mixed=mixed, values=values, Key=HostileKey, ignore={id(values)})
     mixed.clear()
     values.clear()
     assert sorted({h.name for h in space["found"]}) == [
-        'mixed["error", "net"].kept',
+        'mixed["error"].kept',
         'mixed["error"][<HostileKey>]',
+        'mixed["net"].held',
         'mixed["odd"]',
         'mixed["row"][0]',
         'mixed["table"][<HostileKey>]',

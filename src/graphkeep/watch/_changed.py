@@ -187,8 +187,9 @@ def _changed_parameter(entry: Entry, site: Site | None, op: str, places: Sequenc
 
 def _called(leaf: torch.Tensor) -> str:
     """A parameter as the program calls it, ``D.2.weight``; else as its module does."""
-    names = [h.name for h in find([leaf], seconds=1.0) if h.kind in ("local", "global", "attribute") and "." in h.name]
     described = _modules.describe(leaf)
+    last = described.partition("`")[2].partition("`")[0].rpartition(".")[2]
+    names = [h.name for h in find([leaf], seconds=1.0) if last and h.name.endswith(f".{last}")]
     if not names:
         return described
     shortest = min(names, key=lambda name: (name.startswith("self"), len(name)))

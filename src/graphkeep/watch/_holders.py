@@ -30,6 +30,7 @@ _BORROWED = 1_000  # of a name that is not where a thing lives: `self` in a meth
 _NAMELESS = 2_000
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _PLAIN = (dict, list, tuple, CellType, FunctionType, MethodType)
+_PARTS = ("own", "closure", "defaults", "kwdefaults", "hooks", "table")  # what is no container for the program
 _NUMBERED = re.compile(r"_+\d*")  # what IPython calls the last outputs
 _OWN = __name__.partition(".")[0]
 _Found = list[tuple[int, Place, set[int]]]  # cost, place, and the indices of the targets there
@@ -141,7 +142,7 @@ class _Names:
     def is_space(self, obj: object) -> bool:
         """Whether an object is the globals of some module, also of one that sys.modules has no more."""
         if id(obj) not in self.spaces and type(obj) is dict and "__builtins__" in obj and "__name__" in obj:
-            self._add_space(obj, None, "?")
+            self._add_space(obj, None)
         return id(obj) in self.spaces
 
     def named(self, obj: object) -> bool:
@@ -293,12 +294,7 @@ class _Search:
         if here.inside == "snapshot":
             return []
         ways = [(self._cost[i], here)]
-        plain = issubclass(type(self._climb.objects[i]), _CONTAINERS) and here.inside not in (
-            "own",
-            "closure",
-            "defaults",
-            "hooks",
-        )
+        plain = issubclass(type(self._climb.objects[i]), _CONTAINERS) and here.inside not in _PARTS
         if plain and self._cost[i] < _BORROWED and here.place.base != "Out":
             best = self._before[i]
             others = [p for p in self._climb.parents.get(i, ()) if p != best and self._leads(p, i)]
@@ -355,7 +351,7 @@ class _Search:
                 continue
             place = Place(type_name(objects[top]), kind="cycle")
             here, node, pieces = At(place), top, [place.base]
-            while len(pieces) == 1 or node != top:
+            while True:
                 here, node = self._step(here, node, around[node]), around[node]
                 if (here.place.base, here.place.noun) != (place.base, place.noun):
                     pieces += [*place.written, f"{here.place.noun} `{here.place.base}`"]

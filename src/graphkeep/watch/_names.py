@@ -13,13 +13,13 @@ import os
 import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphkeep.watch._referrers import LRU_CACHE, Raw, frame_of, is_table_of_hooks
+from graphkeep.watch._referrers import LRU_CACHE, SUSPENDABLE_CODE, Raw, is_table_of_hooks
 
 _type_name: Any = type.__dict__["__name__"].__get__
 _type_qualname: Any = type.__dict__["__qualname__"].__get__
@@ -221,13 +221,13 @@ def step(here: At, holder: object, obj: object, raw: Raw, labels: Mapping[int, s
     if sort in ("traceback", "frame"):
         return _into_traceback(here, holder, obj, sort)
     if sort == "local":
-        return At(_variable(here, holder, key))
+        return At(_variable(here, *key))
     if here.inside == "closure":
         return At(_of_function(here, "closure variable", "closure", here.of.__code__.co_freevars[key]))
     if here.inside == "defaults":
-        code = here.of.__code__
-        first = code.co_argcount - len(here.of.__defaults__ or ())
-        return At(_of_function(here, "default argument", "default", code.co_varnames[first + key]))
+        code, count = here.of.__code__, len(here.of.__defaults__ or ())
+        names = ("?",) * count + code.co_varnames[: code.co_argcount]  # there can be more defaults than arguments
+        return At(_of_function(here, "default argument", "default", names[min(key - count, -1)]))
     if here.inside == "kwdefaults":
         return At(_of_function(here, "default argument", "default", key))
     if here.hook is not None:
@@ -309,32 +309,28 @@ def _into_traceback(here: At, holder: Any, obj: Any, sort: str) -> At:
     if sort == "traceback":
         of = holder if issubclass(type(holder), BaseException) else here.of
         return At(here.place, "traceback", of)
-    if frame_of(holder) is obj:
+    if type(holder) is not TracebackType:
         return At(here.place)
-    return At(here.place, "frame", here.of, at(obj.f_code.co_filename, holder.tb_lineno))
+    return At(here.place, "frame", (here.of, holder.tb_lineno))
 
 
-def _variable(here: At, holder: Any, name: str) -> Place:
+def _variable(here: At, name: str, frame: FrameType) -> Place:
     """A variable of a frame that does not run."""
-    frame = frame_of(holder) if here.inside != "frame" else None
-    suspended = frame is not None
-    frame = frame or holder
     code, outer = frame.f_code, here.place if here.place.base else None
-    known = outer is not None
     called = f"{clean(code.co_name)}()"
     place = Place(clean(name), "local", file=code.co_filename, line=frame.f_lineno, outer=outer)
-    if suspended:
+    if here.inside != "frame" and code.co_flags & SUSPENDABLE_CODE:
         sort = "coroutine" if code.co_flags & inspect.CO_COROUTINE else "generator"
         noun = f"suspended {sort} {called} at {at(code.co_filename, frame.f_lineno)}, local"
-        return replace(place, kind="generator", noun=noun, detail=f"held by `{_OUTER}`" if known else None)
+        return replace(place, kind="generator", noun=noun, detail=f"held by `{_OUTER}`" if outer else None)
     if here.inside != "frame":
         return replace(place, rest=f"of {called}, whose frame is kept", kind="traceback")
-    error = type_name(here.of) if here.of is not None else None
-    rest = f"of {called} at {here.text}, kept by the traceback" + (f" of {error}" if error else "")
-    chain = [f"local `{place.base}` of frame {called}", "traceback", *([error] if error else []), *([_OUTER] if known else [])]
-    if known:
-        rest += f" in `{_OUTER}`"
-    return replace(place, rest=rest, kind="traceback", detail=" < ".join(chain), line=int(here.text.rpartition(":")[2]))
+    error, line = here.of
+    chain = [f"local `{place.base}` of frame {called}", "traceback"] + [type_name(error)] * (error is not None)
+    rest = f"of {called} at {at(code.co_filename, line)}, kept by the traceback"
+    rest += (f" of {type_name(error)}" if error is not None else "") + (f" in `{_OUTER}`" if outer else "")
+    detail = " < ".join([*chain, _OUTER] if outer else chain)
+    return replace(place, rest=rest, kind="traceback", detail=detail, line=line)
 
 
 def cache_place(wrapper: Any) -> Place:

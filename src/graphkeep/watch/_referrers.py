@@ -28,7 +28,7 @@ _class_module: Callable[[type], Any] = type.__dict__["__module__"].__get__
 module_dict: Callable[[types.ModuleType], dict[str, Any]] = types.ModuleType.__dict__["__dict__"].__get__
 LRU_CACHE: type = functools._lru_cache_wrapper  # type: ignore[assignment]
 SUSPENDABLE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
-_SUSPENDABLE_CODE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+SUSPENDABLE_CODE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _EXCEPTION_LINKS = [(name, getattr(BaseException, name).__get__) for name in ("__traceback__", "__context__", "__cause__")]
 _is_leaf, _retains_grad, _grad = (torch._C.TensorBase.__dict__[name].__get__ for name in ("is_leaf", "retains_grad", "grad"))
 
@@ -77,7 +77,7 @@ def frame_of(obj: object) -> types.FrameType | None:
         return obj.cr_frame
     if type(obj) is types.AsyncGeneratorType:
         return obj.ag_frame
-    return obj if type(obj) is types.FrameType and obj.f_code.co_flags & _SUSPENDABLE_CODE else None
+    return obj if type(obj) is types.FrameType and obj.f_code.co_flags & SUSPENDABLE_CODE else None
 
 
 def frame_locals(frame: types.FrameType) -> list[tuple[str, Any]]:
@@ -86,8 +86,11 @@ def frame_locals(frame: types.FrameType) -> list[tuple[str, Any]]:
     Up to Python 3.12, asking for them leaves a dict in the frame that keeps their values alive after the variables are
     rebound. It is emptied again, unless somebody else has it (``loc = locals()``) or a debugger may write it back.
     """
+    optimized = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if not optimized and frame.f_code.co_name != "<module>":
+        return []  # a class's body: its namespace can be of a class of the program's, and asking for it writes to it
     space: Any = frame.f_locals
-    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a module's or a class's own namespace
+    if not optimized:
         return list(dict.items(space)) if issubclass(type(space), dict) and space is not frame.f_globals else []
     found = list(space.items())
     alone = 3  # the frame, `space`, and the argument of the call
@@ -161,13 +164,13 @@ def _variables(holder: Any) -> Iterator[tuple[str, Any, object]]:
         yield "frame", None, frame
     known = frame_locals(frame) if frame is not None else []
     for name, value in known:
-        yield "local", name, value
+        yield "local", (name, frame), value
     for part in gc.get_referents(holder):
         if type(part) is types.CellType:
             inside = gc.get_referents(part)
             for name, value in known:
                 if inside and value is inside[0]:
-                    yield "local", name, part
+                    yield "local", (name, frame), part
         elif type(part) is dict and not any(part is value for _, value in known):
             yield "snapshot", None, part  # what somebody's asking for the variables has left
 
@@ -277,7 +280,7 @@ class Climb:
         for holder in self._referrers(wanted):
             if self._is_late():
                 break
-            held = {i for i in map(id, gc.get_referents(holder)) if i in wanted}
+            held = dict.fromkeys(i for i in map(id, gc.get_referents(holder)) if i in wanted)
             if held and not self._skipped(holder):
                 parent = self.meet(holder)
                 self.children.setdefault(parent, []).extend(held)
