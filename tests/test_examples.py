@@ -9,6 +9,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # what README states, in the order in which the example prints it
 FIGURES = {
+    "when_is_it_freed.py": [
+        "sample 0 is rejected",
+        "sample 1 runs forward",
+        "by reference count at `out = model(data[i : i + 1])`",
+        "its saved tensors when total.backward() runs",
+        "by the backward at `(total / n).backward()`",
+        "the graph of the sum is freed now",
+    ],
     "forward_all_backward_some.py": [
         "at most 33",
         "at most 32",

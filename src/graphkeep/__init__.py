@@ -20,6 +20,8 @@ from graphkeep._errors import NotInGraphError as NotInGraphError
 from graphkeep._errors import ReplayError as ReplayError
 from graphkeep._errors import WatchFailedWarning as WatchFailedWarning
 from graphkeep._explain import Explanation as Explanation
+from graphkeep._explain import KeptBy as KeptBy
+from graphkeep._explain import Postmortem as Postmortem
 from graphkeep._explain import explain as explain
 from graphkeep._infer import Inference as Inference
 from graphkeep._infer import infer as infer

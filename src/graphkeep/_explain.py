@@ -176,7 +176,7 @@ class Postmortem:
 
 
 @overload
-def explain(x: BaseException) -> Postmortem: ...
+def explain(x: BaseException) -> Postmortem: ...  # type: ignore[overload-overlap] # an error is an object, too
 @overload
 def explain(x: object) -> Explanation: ...
 def explain(x: object) -> Explanation | Postmortem:
@@ -235,7 +235,7 @@ def explain(x: object) -> Explanation | Postmortem:
         ops=_count(_graph.op(node) for node in nodes if _graph.leaf(node) is None),
         hidden_nodes=sum(map(_saved.hides, nodes)),
         packed_tensors=packed,
-        name=_name(sys._getframe(1)),
+        name=_name(sys._getframe(1)) if isinstance(x, torch.Tensor) else None,
         _tensors=tuple(weakref.ref(member) for member in _tree.flatten(x) if isinstance(member, torch.Tensor)),
     )
 

@@ -245,6 +245,11 @@ class Ledger:
 LEDGER = Ledger()
 
 
+def last_number() -> int:
+    """The number of the last entry that was made; the next one has a higher one."""
+    return next(_numbers)
+
+
 def _pack(tensor: torch.Tensor) -> Entry:
     if type(tensor) not in _PLAIN or _function_modes() or _dispatch_modes() or _trace() is not None or _profile() is not None:
         # function modes and subclasses of the program's must not see what is done here. Dispatch modes see the `detach` of an

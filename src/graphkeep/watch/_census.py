@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 from graphkeep import _deep, _graph, _saved
 from graphkeep._ledger import Entry
 from graphkeep._storage import StorageSet
+from graphkeep._storage import storages as tensor_storages
 from graphkeep.watch._frames import Site
 from graphkeep.watch._holders import Holder, find
 from graphkeep.watch._timeline import Timeline
@@ -46,6 +47,8 @@ class Held:
         bytes: bytes of saved storages, parameters apart.
         parts: the same by step; -1 stands for before the watch.
         sites: the sites of the saved tensors in it.
+        root_steps: the steps in which the held tensors were made.
+        freed: how many saved tensors in it have been freed.
     """
 
     holder: Holder | None
@@ -55,6 +58,7 @@ class Held:
     parts: dict[int, Part] = field(default_factory=dict)
     sites: set[Site] = field(default_factory=set, repr=False)
     root_steps: list[int] = field(default_factory=list)
+    freed: int = 0
 
 
 def live_tensors(ignore: Collection[int] = ()) -> list[torch.Tensor]:
@@ -65,9 +69,11 @@ def live_tensors(ignore: Collection[int] = ()) -> list[torch.Tensor]:
 
 def instances(kind: type) -> list[Any]:
     """Every live instance of a class or a subclass that the collector knows; runs none of the program's code."""
-    kinds, todo = {kind}, [kind]
+    kinds: set[type] = {kind}
+    todo = [kind]
     while todo:
-        new = [sub for sub in type.__subclasses__(todo.pop()) if sub not in kinds]
+        subclasses: list[type] = type.__subclasses__(todo.pop())
+        new = [sub for sub in subclasses if sub not in kinds]
         kinds.update(new)
         todo += new
     return [obj for obj in gc.get_objects() if type(obj) in kinds]
@@ -161,33 +167,44 @@ def walk(roots: Iterable[Node], most: int = _MOST_NODES) -> set[Node]:
     return seen
 
 
+def learn_ops(roots: Iterable[Node], most: int = 20_000) -> None:
+    """Write down at each site of a graph which op saved its tensors there: only the node knows."""
+    for node in walk(roots, most):
+        for slot in _saved.slots(node):
+            if isinstance(slot.packed, Entry) and slot.packed.mark is not None:
+                site = slot.packed.mark[0]
+                if site.op is None:
+                    site.op = _graph.op(node)
+
+
 def measure(held: Held, timeline: Timeline) -> Held:
     """Fill in what a holder's graph consists of."""
     nodes = walk(held.roots)
-    storages = StorageSet()
+    storages, apart = StorageSet(), StorageSet()
+    for leaf in _graph.leaves(nodes):
+        apart.add_tensor(leaf)
     for node in nodes:
         if type(node).__name__ == _LEAF:
             continue
-        slots = [(slot, slot.packed) for slot in _saved.slots(node) if isinstance(slot.packed, Entry)]
+        slots = list(_saved.slots(node))
+        held.freed += sum(slot.state is _saved.State.FREED for slot in slots)
+        entries = [slot.packed for slot in slots if isinstance(slot.packed, Entry) and slot.packed.mark is not None]
         # sequence numbers are each thread's own; entries are numbered over all
-        numbers = [entry.number for _, entry in slots if entry.number and entry.mark is not None]
+        numbers = [entry.number for entry in entries if entry.number]
         step = timeline.step_of(numbers[0]) if numbers else timeline.step_of_node(node._sequence_nr())
         part = held.parts.get(step)
         if part is None:
             part = held.parts[step] = Part()
         part.nodes += 1
         held.nodes += 1
-        for slot, entry in slots:
-            if not entry.number or entry.mark is None:
-                continue
-            site = entry.mark[0]
-            held.sites.add(site)
-            if site.op is None:
-                site.op = _graph.op(node)
-            for storage in _saved.slot_storages(slot) if entry.mark[1] else ():
-                if storage not in storages:
-                    storages.add(storage)
-                    part.bytes += storage.nbytes()
+        held.sites.update(entry.mark[0] for entry in entries)
+        kept = [storage for slot in slots for storage in _saved.slot_storages(slot)]
+        kept += [storage for _, tensor in _saved.attributes(node) for storage in tensor_storages(tensor)]
+        for storage in kept:
+            if storage not in storages and storage not in apart:
+                storages.add(storage)
+                part.bytes += storage.nbytes()
     held.bytes = storages.nbytes
+    learn_ops(held.roots)
     held.root_steps = [timeline.step_of_node(node._sequence_nr()) for node in held.roots]
     return held

@@ -134,7 +134,7 @@ def _candidates(
 def _aliases(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The live tensors that stand on the same memory."""
     with torch._C.DisableTorchFunction():
-        return [other for other in _census.instances(torch.Tensor) if other is not tensor and _alias(other, tensor)]
+        return [other for other in _census.instances(torch.Tensor) if _alias(other, tensor)]
 
 
 def _alias(other: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -223,7 +223,7 @@ def _hook(timeline: Timeline, held: Held, growth: _Growth, severity: str, amount
     holder = held.holder
     assert holder is not None
     hook = holder.what.partition("hook `")[2].partition("`")[0]
-    store = _store_of(holder.file, holder.name, timeline) if holder.kind == "hook" else None
+    store = _store_of(holder.file, holder.name, timeline, held) if holder.kind == "hook" else None
     files = [file for file in (holder.file, *(site.file for site in timeline.calls)) if file]
     at = next(((file, line) for file in files if hook and (line := _source.registered(file, hook))), None)
     on_graph = holder.kind == "cycle" or "autograd node" in holder.what or "tensor hook" in holder.what
@@ -247,23 +247,25 @@ def _hook(timeline: Timeline, held: Held, growth: _Growth, severity: str, amount
 def _grows_in(timeline: Timeline, held: Held, growth: _Growth, severity: str, amount: str, built: str | None) -> Finding:
     holder = held.holder
     assert holder is not None
-    store = _store_of(holder.file, holder.name, timeline)
+    store = _store_of(holder.file, holder.name, timeline, held)
     where = f"{short(holder.file)}:{store.line}" if store and holder.file else _where(holder.file, holder.line) or built
     chain = len(held.roots) == 1
     kept_on_purpose = any(sums[2] for sums in timeline.calls.values())
-    never = bool(held.sites) and not any(site.by_backward for site in held.sites)
+    never = bool(held.sites) and not held.freed and not any(site.by_backward for site in held.sites)
     tail = f", built at {built}" if built else ""
     detached = f"`{store.detached}`" if store and store.detached else f"`.detach()` on what is stored in `{holder.name}`"
     unless = "" if severity == "nodes grow" else "; or `.item()` for a number"
     if severity == "nodes grow":
+        why = f"links each {growth.unit}'s graph to the last" if chain else "stores a tensor with its history"
         return Finding(
             "GK102",
             severity,
-            f"{holder.what} holds one chain of nodes for each {growth.unit}: {amount}",
+            f"{holder.what} {'holds one chain of nodes for' if chain else 'keeps the nodes of one graph more'} each "
+            f"{growth.unit}: {amount}",
             where,
-            f"`{store.text}` links each {growth.unit}'s graph to the last"
-            if store
-            else f"each {growth.unit} links a graph to the last",
+            (f"`{store.text}` {why}" if store else f"what is stored there {why}")
+            + "; a backward has freed what the nodes had saved,"
+            " the nodes stay",
             f"{detached}; or `.item()` if only the number is needed",
         )
     if chain and kept_on_purpose:
@@ -327,15 +329,23 @@ _SPECIAL: dict[str, Callable[[str], tuple[str, str]]] = {
 }
 
 
-def _store_of(file: str | None, name: str, timeline: Timeline) -> _source.Store | None:
+def _store_of(file: str | None, name: str, timeline: Timeline, held: Held) -> _source.Store | None:
     files = [file] if file else []
     files += [site.file for site in timeline.calls if site.file not in files]
     for candidate in files:
         found = _source.stores(candidate, name)
         if found:
-            # the statement that adds says more than the one that made it empty
-            return next((store for store in found if _adds(store)), found[-1])
+            # the statement that adds says more than the one that made it empty; of several the next after the graph's last line
+            lines = [site.line for site in held.sites if site.file == candidate] or [
+                held.holder.line or 0 if held.holder else 0
+            ]
+            adding = [store for store in found if _adds(store)]
+            return min(adding, key=lambda store: _distance(store.line, max(lines))) if adding else found[-1]
     return None
+
+
+def _distance(line: int, last: int) -> tuple[bool, int]:
+    return line < last, abs(line - last)
 
 
 def _adds(store: _source.Store) -> bool:

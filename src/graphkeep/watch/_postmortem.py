@@ -99,12 +99,12 @@ def second(roots: Sequence[Node], places: Sequence[Place], timeline: Timeline | 
     between = [] if by is None or timeline is None else [step for step in timeline.optimizer_steps if step.built >= by.built]
     whole = any(root in shared.nodes for root in roots) or _all_freed(nodes, freed, now, places)
     holder = None if whole else _who(shared, roots, places)
-    lines = [_headline(holder, whole)]
+    lines = [_headline(holder, whole, now is not None)]
     if built is not None:
         when = f" in step {timeline.step_of_node(newest._sequence_nr())}" if timeline is not None else ""
         text = _source.line_text(built.file, built.line)
         lines.append(f"  built:   {built.where}{when}" + (f": `{text}`" if text else ""))
-    else:
+    elif now is not None:
         lines.append(f"  built:   {_graph.op(newest)} is the last op in it that had saved something")
     if by is not None:
         text = _source.line_text(by.site.file, by.site.line)
@@ -130,7 +130,9 @@ def _holds(node: Node) -> bool:
     return any(slot.state in (_saved.State.HELD, _saved.State.PACKED) for slot in _saved.slots(node))
 
 
-def _headline(holder: Holder | None, whole: bool) -> str:
+def _headline(holder: Holder | None, whole: bool, watched: bool) -> str:
+    if whole and not watched:
+        return "graphkeep GK201: this graph, or one that it leads to, has been freed by an earlier backward"
     if whole:
         return "graphkeep GK201: this very graph has been freed by an earlier backward"
     through = (
@@ -256,7 +258,7 @@ def _advice(
         return f"`{_detach(name)}` before line {line}, where the next step reads it"
     file = holder.file or (here.file if here else None)
     again = _source.stores(built.file, name, (built.line, built.line)) if built is not None else []
-    if again and again[0].detached and _reads(again[0]):
+    if built is not None and again and again[0].detached and _reads(again[0]):
         target = again[0].text.partition("=")[0].strip()
         return (
             f"`{target} = {target}.detach()` before line {again[0].line} of {short(built.file)}, where the next step reads it"

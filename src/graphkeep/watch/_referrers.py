@@ -25,8 +25,8 @@ from torch.autograd.graph import Node
 mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 class_dict: Callable[[type], Any] = type.__dict__["__dict__"].__get__
 _class_module: Callable[[type], Any] = type.__dict__["__module__"].__get__
-module_dict: Callable[[types.ModuleType], dict[str, Any]] = types.ModuleType.__dict__["__dict__"].__get__
-LRU_CACHE: type = functools._lru_cache_wrapper  # type: ignore[assignment]
+module_dict: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
+LRU_CACHE: type = functools._lru_cache_wrapper
 SUSPENDABLE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 SUSPENDABLE_CODE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _EXCEPTION_LINKS = [(name, getattr(BaseException, name).__get__) for name in ("__traceback__", "__context__", "__cause__")]
@@ -194,8 +194,9 @@ def _attributes(holder: Any, copy: bool) -> Iterator[tuple[str, Any, object]]:
 
 def alive(base: type) -> list[Any]:
     """Everything of a class that is alive."""
-    classes = {id(base): base}
+    classes: dict[int, type] = {id(base): base}
     stack = [base]
+    cls: type
     while stack:
         for cls in type.__subclasses__(stack.pop()):
             if id(cls) not in classes:

@@ -125,7 +125,9 @@ def carried(file: str, line: int) -> list[tuple[str, int]]:
     if loop is None:
         return []
     body: list[ast.stmt] = loop.body  # type: ignore[attr-defined]
-    assigned_later = {name.id for stmt in body for name in ast.walk(stmt) if _stores_name(name)}
+    assigned_later = {
+        name.id for stmt in body for name in ast.walk(stmt) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+    }
     first: dict[str, int] = {}
     assigned: set[str] = set()
     for stmt in body:
@@ -137,10 +139,6 @@ def carried(file: str, line: int) -> list[tuple[str, int]]:
             first.setdefault(stmt.target.id, stmt.lineno)
         assigned |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
     return list(first.items())
-
-
-def _stores_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def assigned_names(file: str, line: int) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphkeep._ledger import Call, Entry
+from graphkeep._ledger import Call, Entry, last_number
 from graphkeep._storage import storages
 from graphkeep.watch._frames import Site, Sites
 
@@ -68,7 +68,7 @@ class Backward:
     """One call of the engine, from a line of the program's.
 
     Attributes:
-        number: calls are numbered from 1.
+        number: calls are numbered from 1; `call` is the ledger's own number for it.
         site: its line.
         step: the step in which it was made.
         at: the number of the last tensor that had been saved by then.
@@ -82,11 +82,13 @@ class Backward:
     """
 
     __slots__ = (
-        "at", "built", "create_graph", "failed", "freed", "kept", "life", "number", "retain_graph", "reused", "site", "step",
+        "at", "built", "call", "create_graph", "failed", "freed", "kept", "life", "number", "retain_graph", "reused", "site",
+        "step",
     )  # fmt: skip
 
-    def __init__(self, call: Call, site: Site, step: int, at: int, built: int) -> None:
-        self.number = call.number
+    def __init__(self, number: int, call: Call, site: Site, step: int, at: int, built: int) -> None:
+        self.number = number
+        self.call = call.number
         self.site = site
         self.step = step
         self.at = at
@@ -160,9 +162,10 @@ class Timeline:
 
     def __init__(self) -> None:
         self.sites = Sites()
-        self.steps: list[Step] = [Step(0, 0, _built(), 0)]
+        self.number = last_number()  # of the last entry
+        self.steps: list[Step] = [Step(0, self.number, _built(), 0)]
         self.step = 0
-        self.number = 0  # of the last entry
+        self._sites_seen = self._calls = 0
         self.live = 0
         self.saved_bytes = 0
         self.lives: deque[Life] = deque(maxlen=_LIVES)
@@ -280,6 +283,15 @@ class Timeline:
         self.lives.append(life)
         return life
 
+    def close(self) -> None:
+        """The watch ends, or somebody looks."""
+        self._close_life()
+
+    def has_new_sites(self) -> bool:
+        """Whether there are sites that there were not when this was last asked."""
+        before, self._sites_seen = self._sites_seen, len(self.sites)
+        return self._sites_seen != before
+
     def _close_life(self) -> None:
         """Something else happened: what dies next is another graph."""
         life, self._life = self._life, None
@@ -294,7 +306,8 @@ class Timeline:
 
     def begins(self, call: Call) -> None:
         self._close_life()
-        call.mark = Backward(call, self.sites.line(4), self.step, self.number, _built())
+        self._calls += 1
+        call.mark = Backward(self._calls, call, self.sites.line(4), self.step, self.number, _built())
         self._here.backwards += 1
 
     def ends(self, call: Call, error: BaseException | None) -> None:
@@ -326,7 +339,7 @@ class Timeline:
 
     def reused(self, entry: Entry, earlier: int, call: Call) -> None:
         for backward in reversed(self.backwards):
-            if backward.number == earlier:
+            if backward.call == earlier:
                 if not backward.reused:
                     backward.reused = True
                     self.calls[backward.site][2] += 1

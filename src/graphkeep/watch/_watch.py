@@ -103,6 +103,7 @@ class watch:
             return
         self._running = False
         with self._guarded():
+            self.timeline.close()
             self._look()
         self._leave()
 
@@ -165,6 +166,8 @@ class watch:
         """For the ledger."""
         with self._guarded():
             self.timeline.begins(call)
+            if self.timeline.has_new_sites():
+                _census.learn_ops(_postmortem.nodes_of(call.outputs))
 
     def ends(self, call: Call, error: BaseException | None) -> None:
         """For the ledger."""
