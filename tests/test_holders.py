@@ -254,31 +254,48 @@ def test_elements_of_one_list_are_one_holder(run: Run) -> None:
 Pair = namedtuple("Pair", "left right")
 
 
-@pytest.mark.parametrize(
-    ("make", "what"),
-    [
-        (lambda t: [0, t], "`kept[1]` (list, global of train.py)"),
-        (lambda t: (t,), "`kept[0]` (tuple, global of train.py)"),
-        (lambda t: {"loss": t}, '`kept["loss"]` (dict, global of train.py)'),
-        (lambda t: {3: t}, "`kept[3]` (dict, global of train.py)"),
-        (lambda t: {("a", 1, None): t}, '`kept[("a", 1, None)]` (dict, global of train.py)'),
-        (lambda t: {"a\n" * 30: t}, '`kept["' + "a\\n" * 13 + '…"]` (dict, global of train.py)'),
-        (lambda t: {10**5000: t}, "`kept[<int>]` (dict, global of train.py)"),
-        (lambda t: {Record: t}, "`kept[<type>]` (dict, global of train.py)"),
-        (lambda t: {t: 1}, "a key of `kept` (dict, global of train.py)"),
-        (lambda t: {t}, "an element of `kept` (set, global of train.py)"),
-        (lambda t: frozenset([t]), "an element of `kept` (frozenset, global of train.py)"),
-        (lambda t: deque([t]), "`kept[0]` (deque, global of train.py)"),
-        (lambda t: defaultdict(list, a=[t]), '`kept["a"][0]` (list, global of train.py)'),
-        (lambda t: OrderedDict(a=t), '`kept["a"]` (OrderedDict, global of train.py)'),
-        (lambda t: Pair(1, t), "`kept.right` (global of train.py)"),
-        (lambda t: {"out": [0, 1, 2, {"b": t}]}, '`kept["out"][3]["b"]` (dict, global of train.py)'),
-        (lambda t: types.MappingProxyType({"a": t}), '`kept…["a"]` (dict, global of train.py)'),
-    ],
-)
-def test_elements_of_every_container(run: Run, make: Callable[[Tensor], Any], what: str) -> None:
-    program = "t = grown()\nkept = make(t)\ntargets = [t]\ndel t\nfound = find(targets)"
-    assert told(run, program, make=make) == [what]
+CONTAINERS: list[tuple[Callable[[Tensor], Any], str]] = [
+    (lambda t: [0, t], "`{}[1]` (list, global of train.py)"),
+    (lambda t: (t,), "`{}[0]` (tuple, global of train.py)"),
+    (lambda t: {"loss": t}, '`{}["loss"]` (dict, global of train.py)'),
+    (lambda t: {3: t}, "`{}[3]` (dict, global of train.py)"),
+    (lambda t: {("a", 1, None): t}, '`{}[("a", 1, None)]` (dict, global of train.py)'),
+    (lambda t: {"a\n" * 30: t}, '`{}["' + "a\\n" * 13 + '…"]` (dict, global of train.py)'),
+    (lambda t: {10**5000: t}, "`{}[<int>]` (dict, global of train.py)"),
+    (lambda t: {Record: t}, "`{}[<type>]` (dict, global of train.py)"),
+    (lambda t: {t: 1}, "a key of `{}` (dict, global of train.py)"),
+    (lambda t: {t}, "an element of `{}` (set, global of train.py)"),
+    (lambda t: frozenset([t]), "an element of `{}` (frozenset, global of train.py)"),
+    (lambda t: deque([t]), "`{}[0]` (deque, global of train.py)"),
+    (lambda t: defaultdict(list, a=[t]), '`{}["a"][0]` (list, global of train.py)'),
+    (lambda t: OrderedDict(a=t), '`{}["a"]` (OrderedDict, global of train.py)'),
+    (lambda t: Pair(1, t), "`{}.right` (global of train.py)"),
+    (lambda t: {"out": [0, 1, 2, {"b": t}]}, '`{}["out"][3]["b"]` (dict, global of train.py)'),
+    (lambda t: types.MappingProxyType({"a": t}), '`{}…["a"]` (dict, global of train.py)'),
+]
+
+
+def test_elements_of_every_container(run: Run) -> None:
+    program = """\
+targets = [grown() for _ in makes]
+for i, make in enumerate(makes):
+    globals()[f"kept{i}"] = make(targets[i])
+found = find(targets)
+"""
+    found = run(program, makes=[make for make, _ in CONTAINERS])["found"]
+    assert {h.targets: h.what for h in found} == {
+        (i,): what.replace("{}", f"kept{i}") for i, (_, what) in enumerate(CONTAINERS)
+    }
+
+
+def test_a_container_is_not_told_by_what_it_holds_itself(run: Run) -> None:
+    program = """\
+class Log: pass
+outs = [grown(), Log()]
+outs[1].outs = outs
+found = find([outs[0]])
+"""
+    assert told(run, program) == ["`outs[0]` (list, global of train.py)"]
 
 
 def test_places_that_differ_in_an_index_are_one_holder(run: Run) -> None:
@@ -536,6 +553,21 @@ found = find(targets)
     ]
 
 
+def test_a_generator_that_only_a_loop_holds_and_whose_variable_a_function_uses(run: Run) -> None:
+    program = """\
+def rollout():
+    seen = [grown()]
+    def last():
+        return seen[-1]
+    yield seen[:]
+for targets in rollout():
+    found = find(targets)
+"""
+    (holder,) = run(program)["found"]
+    assert holder.what == "suspended generator rollout() at train.py:5, local `seen[0]`"
+    assert holder.detail is None
+
+
 def test_suspended_coroutines_and_asynchronous_generators() -> None:
     class Wait:
         def __await__(self) -> Iterator[None]:
@@ -673,7 +705,14 @@ found = find([refs[0]()])
 
 
 def test_jupyter_shows_an_output_once(run: Run) -> None:
-    program = "Out = _oh = {5: grown()}\n_ = _5 = Out[5]\n__ = ''\nfound = find([Out[5]])"
+    program = """\
+class Shell: pass
+shell = Shell()
+Out = _oh = shell.history = {5: grown()}
+_ = _5 = Out[5]
+__ = ''
+found = find([Out[5]])
+"""
     assert told(run, program, __name__="__main__") == ["`Out[5]` (dict, global of train.py)"]
 
 
@@ -1007,6 +1046,26 @@ def test_the_collector_is_as_it_was_before() -> None:
     find([grown()])
     assert not gc.isenabled()
     gc.enable()
+
+
+def test_the_collector_does_not_run_meanwhile() -> None:
+    runs: list[str] = []
+
+    def note(phase: str, info: Any) -> None:
+        runs.append(phase)
+
+    kept = [[grown()] for _ in range(200)]
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.callbacks.append(note)
+    gc.set_threshold(10_000)
+    try:
+        before = len(runs)
+        find([one[0] for one in kept])
+        assert len(runs) - before <= 2  # one, by what builds the list
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(note)
 
 
 def test_a_search_that_runs_out_of_time_says_so() -> None:

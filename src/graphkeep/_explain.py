@@ -300,6 +300,6 @@ def _failed_call(error: BaseException) -> tuple[Any, list[Place]]:
                 variables = frame.f_locals
                 outputs = next((variables[name] for name in ("tensors", "outputs", "t_outputs") if name in variables), None)
         elif outputs is None:
-            places.insert(0, Place(frame.f_code.co_filename, traceback.tb_lineno, frame.f_code.co_name))
+            places.insert(0, _postmortem.place(frame, traceback.tb_lineno))
         traceback = traceback.tb_next
     return outputs, places

@@ -59,22 +59,28 @@ class Entry(_saved.Packed):
         node: the sequence number of the node that saved it.
         mark: whatever the listener puts there.
         used: the number of the last call of the engine that asked for it.
+        view: whether it is a view with a history.
     """
 
-    __slots__ = ("mark", "node", "number", "used", "version")
+    __slots__ = ("mark", "node", "number", "used", "version", "view")
     version: int
     number: int
     node: int
     used: int
+    view: bool
     mark: Any
 
     def released(self) -> None:
         if self.number:
-            LEDGER.died(self)
+            _died(self)
 
     def __del__(self) -> None:
         if self.number and self.tombstone is None and LEDGER.listeners:
-            LEDGER.died(self)
+            try:
+                _died(self)
+            except RecursionError as error:  # no room for a call on the stack: whoever listens has lost count
+                LEDGER.faults += [(listener, error) for listener in LEDGER.listeners]
+                LEDGER.listeners = ()
 
 
 class Call:
@@ -96,13 +102,19 @@ class Call:
 
 
 class Listener(Protocol):
-    """Who joins the ledger. Every method is called in the thread in which the thing happens, and must not raise."""
+    """Who joins the ledger. Every method is called in the thread in which the thing happens.
+
+    The first two run for every saved tensor: what they raise goes to ``failed``. The others must not raise.
+    """
 
     def saved(self, entry: Entry) -> None:
         """An entry has been made, for something else than a view of a parameter."""
 
     def died(self, entry: Entry, call: Call | None) -> None:
         """A node let go of an entry: inside a call of the engine, or by reference count."""
+
+    def failed(self, error: Exception) -> None:
+        """One of the two above raised. Called soon after, and only once."""
 
     def begins(self, call: Call) -> None:
         """The engine is about to run."""
@@ -154,6 +166,8 @@ class Ledger:
         self.active: list[Call] = []
         self._thread = _Thread()
         self._patched: list[tuple[Patch, int]] = []
+        self._holding = 0  # threads that have our pair
+        self.faults: list[tuple[Listener, Exception]] = []
         self._call_numbers = itertools.count(1)
         self._lock = threading.RLock()
 
@@ -162,9 +176,8 @@ class Ledger:
     def join(self, listener: Listener) -> None:
         """Start to listen. The first listener installs the hooks."""
         with self._lock:
-            first = not self.listeners
             self.listeners = (*self.listeners, listener)
-            if first:
+            if not self._patched:
                 if _top() is None:
                     _words()
                     _measure_fresh()
@@ -178,12 +191,16 @@ class Ledger:
         """Stop to listen. With the last listener hooks and patches go; leaving twice does nothing."""
         with self._lock:
             self.listeners = tuple(other for other in self.listeners if other is not listener)
-            if self.listeners:
-                return
-            patched, self._patched = self._patched, []
+            self.settle()
+
+    def settle(self) -> None:
+        """Take off what is left when nobody listens: hooks in this thread now, and the patches once no thread has any."""
+        if not self.listeners:
             self.pull()
-            for patch, number in patched:
-                patch.remove(number)
+            if not self._holding and self._patched:
+                patched, self._patched = self._patched, []
+                for patch, number in patched:
+                    patch.remove(number)
 
     @property
     def mismatch(self) -> Mismatch | None:
@@ -192,26 +209,26 @@ class Ledger:
     # hooks of this thread -------------------------------------------------------------------------------------------------
 
     def push(self) -> None:
-        """Put our pair on this thread's stack, unless somebody else's is active or hooks are disabled."""
-        if self.listeners and not self._thread.pushed and _top() is None and _hooks_enabled():
+        """Put our pair on this thread's stack, unless somebody's is active or hooks are disabled."""
+        # the stack is asked and not a flag: what is done to it in a hook of a backward is undone when the engine returns
+        if self.listeners and _top() is None and _hooks_enabled():
             _push.original(_pack, _unpack)
             self._thread.stack.append((_pack, _unpack))
-            self._thread.pushed = True
+            self._hold(True)
 
     def pull(self) -> bool:
         """Take it off, if it is the innermost. In another place it takes itself off as soon as it can."""
-        if self._thread.pushed and _is_ours(_top()):
+        if _is_ours(_top()):
             _pop_one()
-            self._thread.pushed = False
+            self._hold(False)
             return True
         return False
 
-    # events ---------------------------------------------------------------------------------------------------------------
+    def _hold(self, pushed: bool) -> None:
+        self._holding += pushed - self._thread.pushed
+        self._thread.pushed = pushed
 
-    def died(self, entry: Entry) -> None:
-        call = self.active[-1] if self.active and _running() != -1 else None
-        for listener in self.listeners:
-            listener.died(entry, call)
+    # events ---------------------------------------------------------------------------------------------------------------
 
     def _around(
         self,
@@ -223,6 +240,8 @@ class Ledger:
         *args: Any,
         **kw: Any,
     ) -> Any:
+        self.deliver()
+        self.push()
         call = Call(next(self._call_numbers), outputs, bool(keep), bool(create))
         listeners = self.listeners
         self._thread.mismatch = None
@@ -240,9 +259,32 @@ class Ledger:
             for listener in listeners:
                 listener.ends(call, error)
             call.outputs = self._thread.mismatch = error = None
+            self.deliver()
+            self.push()
+            self.settle()
+
+    def fault(self, listener: Listener, error: Exception) -> None:
+        """A listener raised on the way of a saved tensor: it hears of no more of them, and is told when there is room to."""
+        self.listeners = tuple([other for other in self.listeners if other is not listener])
+        self.faults.append((listener, error))
+
+    def deliver(self) -> None:
+        """Tell listeners of their own faults, from a place that is neither in a forward nor in a destructor."""
+        while self.faults:
+            listener, error = self.faults.pop()
+            listener.failed(error)
 
 
 LEDGER = Ledger()
+
+
+def _died(entry: Entry) -> None:
+    call = LEDGER.active[-1] if LEDGER.active and _running() != -1 else None
+    for listener in LEDGER.listeners:
+        try:
+            listener.died(entry, call)
+        except Exception as error:  # a listener's fault is not the program's
+            LEDGER.fault(listener, error)
 
 
 def last_number() -> int:
@@ -263,8 +305,10 @@ def _pack(tensor: torch.Tensor) -> Entry:
 def _enter(tensor: torch.Tensor, is_output: bool | None = None) -> Entry:
     # no __init__: this runs once for every tensor that is saved, and a call costs as much as all these lines
     entry = _new(Entry)
+    entry.number = 0  # first of all: until then it must not be mourned
     entry.tombstone = None
     entry.used = 0
+    entry.view = False
     entry.version = tensor._version
     entry.node = _sequence_number() - 1
     entry.mark = None
@@ -279,14 +323,17 @@ def _enter(tensor: torch.Tensor, is_output: bool | None = None) -> Entry:
             is_output = entry.version != 0 or sys.getrefcount(tensor) < _fresh + 2
         entry.tensor = tensor.detach() if is_output else tensor
         base = tensor._base
+        entry.view = base is not None
         if base is not None and base.is_leaf and base.requires_grad:
-            entry.number = 0  # `Linear` saves ``W.t()``, and its input besides: one of them is enough to hear of
-            return entry
+            return entry  # `Linear` saves ``W.t()``, and its input besides: one of them is enough to hear of
     entry.number = next(_numbers)
     for listener in LEDGER.listeners:
-        listener.saved(entry)
+        try:
+            listener.saved(entry)
+        except Exception as error:  # a listener's fault is not the program's
+            LEDGER.fault(listener, error)
     if not LEDGER.listeners:  # everybody has left, from another thread or under somebody else's hooks
-        LEDGER.pull()
+        LEDGER.settle()
     return entry
 
 
@@ -356,8 +403,8 @@ def _changed(entry: Entry, tensor: torch.Tensor) -> RuntimeError:
     strip, hint = _words()
     if made_by is not None:
         text += _output_of(made_by.name(), number, strip)
-    elif not entry.number and not tensor.requires_grad:
-        text += _output_of("AsStridedBackward0", 0, strip)  # a view that nobody holds, ``W.t()``: torch makes its node anew
+    elif entry.view:
+        text += _output_of("AsStridedBackward0", 0, strip)  # a view that no name holds, ``W.t()``: torch makes its node anew
     text += f" is at version {tensor._version}; expected version {entry.version} instead."
     if not torch.is_anomaly_enabled():
         text += hint
@@ -440,7 +487,8 @@ def _wrap_disable(original: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException:
             LEDGER.push()
             raise
-        LEDGER._thread.aside = True
+        LEDGER._thread.aside = bool(LEDGER.listeners)
+        LEDGER.settle()
         return result
 
     return disable
@@ -494,6 +542,7 @@ def _wrap_start(original: Callable[..., Any]) -> Callable[..., Any]:
             original(thread)
         finally:
             LEDGER.pull()
+            LEDGER.settle()
 
     return bootstrap
 

@@ -167,6 +167,11 @@ def walk(roots: Iterable[Node], most: int = _MOST_NODES) -> set[Node]:
     return seen
 
 
+def _is_number(slot: _saved.Slot) -> bool:
+    """Whether it is a Python number that an op saved (``x / 3``): a tensor without dimensions that no hook was shown."""
+    return slot.packed is None and isinstance(slot.value, torch.Tensor) and slot.value.dim() == 0 and slot.value.grad_fn is None
+
+
 def learn_ops(roots: Iterable[Node], most: int = 20_000) -> None:
     """Write down at each site of a graph which op saved its tensors there: only the node knows."""
     for node in walk(roots, most):
@@ -198,7 +203,7 @@ def measure(held: Held, timeline: Timeline) -> Held:
         part.nodes += 1
         held.nodes += 1
         held.sites.update(entry.mark[0] for entry in entries)
-        kept = [storage for slot in slots for storage in _saved.slot_storages(slot)]
+        kept = [storage for slot in slots if not _is_number(slot) for storage in _saved.slot_storages(slot)]
         kept += [storage for _, tensor in _saved.attributes(node) for storage in tensor_storages(tensor)]
         for storage in kept:
             if storage not in storages and storage not in apart:

@@ -161,7 +161,9 @@ def _changed_parameter(entry: Entry, site: Site | None, op: str, places: Sequenc
         text = _source.line_text(step.site.file, step.site.line)
         lines.append(f"  changed: by {step.kind}.step() at {step.site.where}" + (f": `{text}`" if text else ""))
         earlier = timeline.step_of_node(node) < timeline.step and timeline.step_of_node(node) <= step.step
-        carried = [pair for place in places for pair in _source.carried(place.file, place.line)] if earlier else []
+        carried = [
+            (name, line) for p in places for name, line in _source.carried(p.file, p.line) if earlier and name in p.histories
+        ]
         if carried:
             names = " or ".join(f"`{name} = {name}.detach()` before line {line}" for name, line in carried[:2])
             lines.append(

@@ -138,7 +138,7 @@ def _span(process: int, thread: int, name: str, begin: float, length: float, arg
 
 def _time(timeline: Timeline, at: int, step: int | None) -> int:
     """Where on the axis the saving of a tensor stands: within its step, by its place among that step's tensors."""
-    first = timeline.step_of(at)
+    first = max(timeline.step_of(at), timeline.steps[0].first)
     record = next(step for step in timeline.steps if step.first == first)
     length = record.count * _STEP
     begin = record.first * _STEP + length * (at - record.at) // max(record.tensors, at - record.at, 1)

@@ -65,16 +65,17 @@ class _Growth:
     unit: str
 
 
-def find(timeline: Timeline, census: list[Held]) -> list[Finding]:
+def find(timeline: Timeline, census: list[Held], final: bool = False) -> list[Finding]:
     """All findings, the gravest first.
 
     Arguments:
         timeline: what was recorded.
         census: the graphs that are alive, by holder.
+        final: the program is done: what has run no backward by now runs none.
     """
     found: list[Finding] = []
-    for held, growth in _growing(timeline, census):
-        found.append(_grows(timeline, held, growth))
+    for held, growth in _growing(timeline, census, final):
+        found.append(_grows(timeline, held, growth, final))
     found += _retained(timeline)
     order = ["will raise", "bytes grow", "nodes grow", "costs"]
     return sorted({(f.id, f.what): f for f in found}.values(), key=lambda f: order.index(f.severity))
@@ -83,15 +84,15 @@ def find(timeline: Timeline, census: list[Held]) -> list[Finding]:
 # growth over steps ------------------------------------------------------------------------------------------------------------
 
 
-def _growing(timeline: Timeline, census: list[Held]) -> Iterator[tuple[Held, _Growth]]:
-    grown = [(held, growth) for held in census if (growth := _growth(timeline, held)) is not None]
+def _growing(timeline: Timeline, census: list[Held], final: bool) -> Iterator[tuple[Held, _Growth]]:
+    grown = [(held, growth) for held in census if (growth := _growth(timeline, held, final)) is not None]
     for held, growth in grown:
         if held.holder is not None and any(_is_nearer(other, held) for other, _ in grown if other is not held):
             continue  # it only leads to what another one holds
         yield held, growth
 
 
-def _growth(timeline: Timeline, held: Held) -> _Growth | None:
+def _growth(timeline: Timeline, held: Held, final: bool) -> _Growth | None:
     steps = timeline.step
     if steps >= _FEW_STEPS:
         warm_up, end = max(1, steps // 6), steps - 1
@@ -107,10 +108,11 @@ def _growth(timeline: Timeline, held: Held) -> _Growth | None:
         return _Growth(
             sum(p.nodes for p in parts) / len(parts), sum(p.bytes for p in parts) / len(parts), len(held.parts), "step"
         )
-    return _growth_by_elements(timeline, held)
+    # without steps nothing tells a leak from a loop that has not come to its backward yet
+    return _growth_by_elements(held) if final and not timeline.step and not timeline.calls else None
 
 
-def _growth_by_elements(timeline: Timeline, held: Held) -> _Growth | None:
+def _growth_by_elements(held: Held) -> _Growth | None:
     """Without steps: a container with several graphs that were built one after the other."""
     if held.holder is None or len(held.roots) < _FEW_ELEMENTS or held.holder.kind == "local":
         return None
@@ -152,12 +154,14 @@ def _rank(held: Held) -> int:
     return order.index(kind) if kind in order else len(order)
 
 
-def _grows(timeline: Timeline, held: Held, growth: _Growth) -> Finding:
+def _grows(timeline: Timeline, held: Held, growth: _Growth, final: bool) -> Finding:
     holder = held.holder
     severity = "bytes grow" if growth.bytes >= 1 else "nodes grow"
-    amount = f"+{growth.nodes:.0f} nodes and {format_bytes(round(growth.bytes))} of saved tensors a {growth.unit}"
+    nodes = f"+{growth.nodes:.0f} {'node' if round(growth.nodes) == 1 else 'nodes'}"
+    each = "an element" if growth.unit == "element" else f"a {growth.unit}"
+    amount = f"{nodes} and {format_bytes(round(growth.bytes))} of saved tensors {each}"
     if growth.bytes < 1:
-        amount = f"+{growth.nodes:.0f} nodes a {growth.unit}, 0 B of saved tensors"
+        amount = f"{nodes} {each}, 0 B of saved tensors"
     built = _built_at(held)
     made_twice = [site for site, sums in timeline.calls.items() if sums[3]]
     if holder is None or holder.kind == "grad":
@@ -187,7 +191,7 @@ def _grows(timeline: Timeline, held: Held, growth: _Growth) -> Finding:
         return _context(holder, growth, severity, amount)
     if holder.kind in ("cycle", "hook"):
         return _hook(timeline, held, growth, severity, amount, built)
-    return _grows_in(timeline, held, growth, severity, amount, built)
+    return _grows_in(timeline, held, growth, final, severity, amount, built)
 
 
 _CONTEXT = "ctx of custom function"
@@ -244,12 +248,15 @@ def _hook(timeline: Timeline, held: Held, growth: _Growth, severity: str, amount
     )
 
 
-def _grows_in(timeline: Timeline, held: Held, growth: _Growth, severity: str, amount: str, built: str | None) -> Finding:
+def _grows_in(
+    timeline: Timeline, held: Held, growth: _Growth, final: bool, severity: str, amount: str, built: str | None
+) -> Finding:
     holder = held.holder
     assert holder is not None
     store = _store_of(holder.file, holder.name, timeline, held)
     where = f"{short(holder.file)}:{store.line}" if store and holder.file else _where(holder.file, holder.line) or built
-    chain = len(held.roots) == 1
+    # one state, though it may be a tuple of tensors: all of them of the last step, and a history behind them
+    chain = len(held.roots) == 1 or (len(held.parts) > 1 and min(held.root_steps) >= max(held.parts) - 1)
     kept_on_purpose = any(sums[2] for sums in timeline.calls.values())
     never = bool(held.sites) and not held.freed and not any(site.by_backward for site in held.sites)
     tail = f", built at {built}" if built else ""
@@ -289,11 +296,12 @@ def _grows_in(timeline: Timeline, held: Held, growth: _Growth, severity: str, am
         return Finding(
             "GK103",
             severity,
-            f"{holder.what} keeps graphs on which no backward will ever run: {amount}{tail}",
+            f"{holder.what} keeps graphs on which no backward has run{'' if final else ' so far'}: {amount}{tail}",
             where,
             "the forward ran with gradients enabled, so what is kept of it keeps its whole graph; no backward has run on "
             "any of them",
-            f"`with torch.no_grad():` (or torch.inference_mode()) around the forward; or {detached}",
+            f"`with torch.no_grad():` (or torch.inference_mode()) around the forward if no backward will ever run on these; or "
+            f"{detached}",
         )
     return Finding(
         "GK101",
@@ -330,17 +338,25 @@ _SPECIAL: dict[str, Callable[[str], tuple[str, str]]] = {
 
 
 def _store_of(file: str | None, name: str, timeline: Timeline, held: Held) -> _source.Store | None:
+    holder = held.holder
     files = [file] if file else []
     files += [site.file for site in timeline.calls if site.file not in files]
-    for candidate in files:
-        found = _source.stores(candidate, name)
+    within = _source.function_lines(file, holder.line) if file and holder is not None and holder.line else None
+    # a plain name is a variable of its own function, and another function's of the same name is another one; an attribute may
+    # be stored anywhere
+    local = within is not None and "." not in name.partition("[")[0] and holder is not None and "global" not in holder.what
+    for candidate in files[:1] if local else files:
+        found = _source.stores(candidate, name, within) if candidate == file and within else []
+        if not found and local and within is not None:
+            found = _source.stores(candidate, name, _source.outermost_function_lines(candidate, within[0]))
+        found = found or ([] if local else _source.stores(candidate, name))
         if found:
             # the statement that adds says more than the one that made it empty; of several the next after the graph's last line
-            lines = [site.line for site in held.sites if site.file == candidate] or [
-                held.holder.line or 0 if held.holder else 0
-            ]
+            lines = [site.line for site in held.sites if site.file == candidate]
             adding = [store for store in found if _adds(store)]
-            return min(adding, key=lambda store: _distance(store.line, max(lines))) if adding else found[-1]
+            if adding and lines:
+                return min(adding, key=lambda store: _distance(store.line, max(lines)))
+            return adding[0] if adding else found[-1]
     return None
 
 

@@ -15,7 +15,8 @@ import torch
 
 from graphkeep._errors import library_file, library_files
 
-_CALL: CodeType = torch.nn.Module._call_impl.__code__
+# `_call_impl` has a cell for `self`, which makes reading its locals ten times as dear
+_CALL: CodeType = torch.nn.Module._wrapped_call_impl.__code__
 _FAR = 12  # frames above the user's line in which the module is looked for
 _MANY, _TOO_MANY = 5_000, 20_000  # sites; a program that makes code or modules in a loop must not grow the watch
 
@@ -71,11 +72,17 @@ class Site:
 
 
 class Place(NamedTuple):
-    """A frame of the program: its file, line and function."""
+    """A frame of the program.
+
+    Attributes:
+        file, line, function: where it is.
+        histories: the names of its variables that hold a tensor with a history, or a container of some.
+    """
 
     file: str
     line: int
     function: str
+    histories: frozenset[str] = frozenset()
 
 
 class Sites:

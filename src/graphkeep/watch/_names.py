@@ -36,6 +36,8 @@ Token = tuple[str, tuple[Any, ...]]  # a step of an expression: its sort, and th
 
 def clean(text: str, longest: int = 80) -> str:
     """Text of the program's as one line."""
+    if len(text) <= longest and text.isprintable():
+        return text
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[: longest + 1])
     return shown if len(text) <= longest else shown[: longest - 1] + "…"
 

@@ -25,6 +25,7 @@ from graphkeep._ledger import Mismatch
 from graphkeep.watch import _census, _changed, _source
 from graphkeep.watch._frames import Place, Site, short
 from graphkeep.watch._holders import Holder, find
+from graphkeep.watch._referrers import frame_locals
 from graphkeep.watch._timeline import Backward, OptimizerStep, Timeline
 
 SECOND = "backward through the graph a second time"
@@ -54,9 +55,26 @@ def _places(frame: FrameType | None) -> list[Place]:
     places = []
     while frame is not None:
         if not library_file(frame.f_code.co_filename, frame):
-            places.append(Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            places.append(place(frame, frame.f_lineno))
         frame = frame.f_back
     return places
+
+
+def place(frame: FrameType, line: int) -> Place:
+    """A frame as a place."""
+    names = frozenset(name for name, value in frame_locals(frame) if _has_history(value))
+    return Place(frame.f_code.co_filename, line, frame.f_code.co_name, names)
+
+
+def _has_history(value: object) -> bool:
+    members: Any = value if type(value) in (tuple, list) else (value,)
+    with torch._C.DisableTorchFunction():
+        return any(issubclass(type(member), torch.Tensor) and _census.grad_fn(member) is not None for member in members)
+
+
+def carried(places: Sequence[Place]) -> list[tuple[str, int]]:
+    """What the loops around carry from one turn to the next, and has a history: names, and where they are read."""
+    return [(name, line) for p in places for name, line in _source.carried(p.file, p.line) if name in p.histories]
 
 
 def nodes_of(outputs: Any) -> list[Node]:
@@ -94,7 +112,7 @@ def second(roots: Sequence[Node], places: Sequence[Place], timeline: Timeline | 
     if not before:
         return None
     newest, by = _newest(before, timeline)
-    shared = _shared(nodes, roots, before, by)
+    shared = _shared(nodes, roots, before, by, now)
     built = _built_at(newest, by)
     between = [] if by is None or timeline is None else [step for step in timeline.optimizer_steps if step.built >= by.built]
     whole = any(root in shared.nodes for root in roots) or _all_freed(nodes, freed, now, places)
@@ -122,8 +140,7 @@ def _all_freed(nodes: set[Node], freed: set[Node], now: Backward | None, places:
     """Whether nothing of a graph is left; without a watch, the failing call's own part looks freed too."""
     if now is not None:
         return not now.freed and not any(_holds(node) for node in nodes - freed)
-    carried = any(_source.carried(place.file, place.line) for place in places)
-    return not carried and not any(_holds(node) for node in nodes - freed)
+    return not carried(places) and not any(_holds(node) for node in nodes - freed)
 
 
 def _holds(node: Node) -> bool:
@@ -169,7 +186,7 @@ def _built_at(node: Node, by: Backward | None) -> Site | None:
     return None if by is None else by.freed.get(node._sequence_nr())
 
 
-def _shared(nodes: set[Node], roots: Iterable[Node], before: set[Node], by: Backward | None) -> _Shared:
+def _shared(nodes: set[Node], roots: Iterable[Node], before: set[Node], by: Backward | None, now: Backward | None) -> _Shared:
     """The part that existed when it was freed: all that leads to a freed node and was built by then."""
     limit = by.built if by is not None else max(node._sequence_nr() for node in before) + 1
     parents: dict[Node, list[Node]] = {}
@@ -180,7 +197,9 @@ def _shared(nodes: set[Node], roots: Iterable[Node], before: set[Node], by: Back
     part, todo = set(before), list(before)
     while todo:
         for parent in parents.get(todo.pop(), ()):
-            if parent not in part and parent._sequence_nr() < limit:
+            # what this call has just freed, or still holds something, was no part of what was freed before
+            new = (now is not None and parent._sequence_nr() in now.freed) or _holds(parent)
+            if parent not in part and parent._sequence_nr() < limit and not new:
                 part.add(parent)
                 todo.append(parent)
     top = {node for node in part if any(parent not in part for parent in parents.get(node, ()))}
@@ -201,7 +220,7 @@ def _who(shared: _Shared, roots: Sequence[Node], places: Sequence[Place]) -> Hol
         leads = [
             t for t, fn in zip(tensors, fns, strict=True) if fn is not None and fn not in root and _meets(fn, shared.nodes)
         ]
-        return _best(leads, places, carried=True)
+        return _best(leads, places, rebound=True)
     finally:
         tensors.clear()
 
@@ -210,15 +229,15 @@ def _meets(node: Node, wanted: set[Node]) -> bool:
     return not wanted.isdisjoint(_census.walk([node], 50_000))
 
 
-def _best(tensors: list[torch.Tensor], places: Sequence[Place], carried: bool = False) -> Holder | None:
+def _best(tensors: list[torch.Tensor], places: Sequence[Place], rebound: bool = False) -> Holder | None:
     if not tensors:
         return None
     holders = [h for h in find(tensors, seconds=1.0) if h.kind not in ("unknown", "traceback")]
-    names = {name for place in places for name, _ in _source.carried(place.file, place.line)} if carried else set()
+    names = {name for name, _ in carried(places)} if rebound else set()
 
     def rank(holder: Holder) -> tuple[bool, bool, str]:
         base = holder.name.partition("[")[0].partition(".")[0]
-        return (holder.name not in names and base not in names, holder.kind == "local" if carried else False, holder.what)
+        return (holder.name not in names and base not in names, holder.kind == "local" if rebound else False, holder.what)
 
     holders.sort(key=rank)
     return holders[0] if holders else None
@@ -242,7 +261,7 @@ def _advice(
             "gk.backward(loss, keep=x) in the earlier call"
         )
     if holder is None:
-        names = [name for place in places for name in _source.carried(place.file, place.line)]
+        names = carried(places)
         if not names:
             return "`.detach()` on what is carried from one step to the next"
         name, line = names[0]
@@ -252,9 +271,9 @@ def _advice(
     here = places[0] if places else None
     same_line = by is not None and here is not None and (by.site.file, by.site.line) == (here.file, here.line)
     same_step = by is not None and now is not None and by.step == now.step
-    carried = {n: line for place in places for n, line in _source.carried(place.file, place.line)}
-    if plain in carried or plain.partition(".")[0] in carried:
-        line = carried.get(plain) or carried[plain.partition(".")[0]]
+    read = dict(carried(places))
+    if plain in read or plain.partition(".")[0] in read:
+        line = read.get(plain) or read[plain.partition(".")[0]]
         return f"`{_detach(name)}` before line {line}, where the next step reads it"
     file = holder.file or (here.file if here else None)
     again = _source.stores(built.file, name, (built.line, built.line)) if built is not None else []

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 _ADDERS = {"append", "appendleft", "add", "insert", "extend", "update", "setdefault", "put", "push", "store"}
 _MAX_LINES = 20_000
 
@@ -71,9 +73,12 @@ def _key(name: str) -> str | None:
 def _store(node: ast.stmt, wanted: str) -> Store | None:
     text = _unparse(node)
     if isinstance(node, ast.AugAssign) and _last(node.target) == wanted:
-        return Store(node.lineno, text, f"{_unparse(node.target)} {_OPS.get(type(node.op), '+')}= {_detached(node.value)}")
+        detached = _detached(node.value)
+        op = _OPS.get(type(node.op), "+")
+        return Store(node.lineno, text, detached and f"{_unparse(node.target)} {op}= {detached}")
     if isinstance(node, ast.Assign) and any(_last(target) == wanted for target in node.targets):
-        return Store(node.lineno, text, f"{' = '.join(map(_unparse, node.targets))} = {_detached(node.value)}")
+        detached = _detached(node.value)
+        return Store(node.lineno, text, detached and f"{' = '.join(map(_unparse, node.targets))} = {detached}")
     if isinstance(node, ast.AnnAssign) and node.value is not None and _last(node.target) == wanted:
         return None
     call = node.value if isinstance(node, ast.Expr) else None
@@ -100,18 +105,49 @@ def _last(node: ast.expr) -> str | None:
     return node.attr if isinstance(node, ast.Attribute) else None
 
 
-def _detached(value: ast.expr) -> str:
+def _detached(value: ast.expr) -> str | None:
+    """An expression with ``.detach()``; None where it is no tensor, as far as one can see."""
+    if isinstance(value, _NO_TENSOR) or (isinstance(value, ast.Call) and not _makes_tensor(value)):
+        return None
     text = _unparse(value)
     return f"{text}.detach()" if isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Call)) else f"({text}).detach()"
+
+
+_NO_TENSOR = (
+    ast.List, ast.Dict, ast.Set, ast.Tuple, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp, ast.Constant, ast.Lambda,
+    ast.JoinedStr, ast.BoolOp, ast.Compare,
+)  # fmt: skip
+_MAKE_NONE = {
+    "list",
+    "dict",
+    "set",
+    "tuple",
+    "deque",
+    "defaultdict",
+    "partial",
+    "unbind",
+    "chunk",
+    "split",
+    "zip",
+    "map",
+    "item",
+}
+
+
+def _makes_tensor(call: ast.Call) -> bool:
+    """Not a container, and not an object of a class."""
+    name = _last(call.func) or ""
+    return name not in _MAKE_NONE and not name[:1].isupper()
 
 
 def _detached_call(call: ast.Call) -> str | None:
     if not call.args:
         return None
     *others, value = call.args
-    if isinstance(value, (ast.Dict, ast.Tuple, ast.List)):
+    detached = _detached(value)
+    if detached is None:
         return None
-    arguments = ", ".join([*map(_unparse, others), _detached(value)])
+    arguments = ", ".join([*map(_unparse, others), detached])
     return f"{_unparse(call.func)}({arguments})"
 
 
@@ -197,7 +233,9 @@ def changes_in_place(file: str, first: int, last: int) -> Iterator[tuple[int, st
                     else:
                         changed = _unparse(call.func.value)
                         arguments = ", ".join(map(_unparse, call.args))
-                        instead = f"{changed} = {changed}.{method.rstrip('_')}({arguments})"
+                        plain = method.rstrip("_")
+                        # `copy_` and `zero_` have no form that makes a new tensor
+                        instead = f"{changed} = {changed}.{plain}({arguments})" if hasattr(torch.Tensor, plain) else None
                     yield node.lineno, _unparse(node), changed, instead
 
 
@@ -205,6 +243,17 @@ def function_lines(file: str, line: int) -> tuple[int, int] | None:
     """The first and last line of the innermost function around a line."""
     function = _innermost(file, line, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
     return None if function is None else (function.lineno, function.end_lineno or function.lineno)
+
+
+def outermost_function_lines(file: str, line: int) -> tuple[int, int] | None:
+    """The same of the outermost function, where functions nest."""
+    around = [
+        node
+        for node in _statements(file)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    first = min(around, key=lambda node: node.lineno, default=None)
+    return None if first is None else (first.lineno, first.end_lineno or first.lineno)
 
 
 def _innermost(file: str, line: int, kinds: tuple[type[ast.AST], ...]) -> ast.stmt | None:

@@ -196,10 +196,10 @@ class Timeline:
         site.tensors += 1
         held: Any = entry.tensor
         if held.requires_grad and held.is_leaf:  # a parameter: freeing the graph does not free it
-            entry.mark = (site, _NONE)
+            entry.mark = (site, _NONE, self, entry.mark)
             return
         if type(held) is not torch.Tensor or held.layout is not torch.strided:
-            entry.mark = (site, self._add_all(held, site, entry.version))
+            entry.mark = (site, self._add_all(held, site, entry.version), self, entry.mark)
             return
         storage = held.untyped_storage()
         record = self._records.get(storage._cdata)
@@ -210,7 +210,7 @@ class Timeline:
             if record.version != entry.version:
                 self.mutations.append(Mutation(record.site, site, self.step, number))
                 record.version = entry.version
-        entry.mark = (site, record)
+        entry.mark = (site, record, self, entry.mark)
 
     def _add(self, storage: torch.UntypedStorage, site: Site, version: int) -> Record:
         record = Record()
@@ -224,7 +224,8 @@ class Timeline:
         site.live_bytes += size
         self.live += size
         self.saved_bytes += size
-        self._here.peak = max(self._here.peak, self.live)
+        if self.live > self._here.peak:  # noqa: PLR1730 ten times as fast as max(), on the way of every saved tensor
+            self._here.peak = self.live
         return record
 
     def _add_all(self, held: torch.Tensor, site: Site, version: int) -> list[Record]:
@@ -242,11 +243,12 @@ class Timeline:
 
     def died(self, entry: Entry, call: Call | None) -> None:
         mark = entry.mark
-        if mark is None:  # saved before this timeline joined
+        while mark is not None and mark[2] is not self:  # several watches may run at once
+            mark = mark[3]
+        if mark is None:  # saved before this one began
             return
-        site, records = mark
-        entry.mark = None
-        backward = call.mark if call is not None else None
+        site, records, _, _ = mark
+        backward = self._backward(call) if call is not None else None
         life = self._life if backward is None else backward.life
         if life is None:
             life = self._begin_life(entry, site, backward)
@@ -307,13 +309,20 @@ class Timeline:
     def begins(self, call: Call) -> None:
         self._close_life()
         self._calls += 1
-        call.mark = Backward(self._calls, call, self.sites.line(4), self.step, self.number, _built())
+        backward = Backward(self._calls, call, self.sites.line(4), self.step, self.number, _built())
+        call.mark = (backward, self, call.mark)
         self._here.backwards += 1
 
+    def _backward(self, call: Call) -> Backward | None:
+        mark = call.mark
+        while mark is not None and mark[1] is not self:
+            mark = mark[2]
+        return None if mark is None else mark[0]
+
     def ends(self, call: Call, error: BaseException | None) -> None:
-        if not isinstance(call.mark, Backward):  # it began before this timeline joined
+        backward = self._backward(call)
+        if backward is None:  # it began before this one did
             return
-        backward = call.mark
         self._close_life()
         if backward.life is not None:
             self._sum(backward.life)
@@ -364,7 +373,9 @@ class Timeline:
         self.steps.append(self._here)
 
     def step_of(self, number: int) -> int:
-        """The step in which a tensor was saved; of merged steps the first."""
+        """The step in which a tensor was saved, of merged steps the first; -1 before the watch."""
+        if number <= self.steps[0].at:
+            return -1
         low, high = 0, len(self.steps)
         while low < high:
             middle = (low + high) // 2

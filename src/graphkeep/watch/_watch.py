@@ -74,6 +74,8 @@ class watch:
         self._findings: list[Finding] | None = None
         self._held: list[dict[str, Any]] = []
         self._failed = False
+        self.saved: Callable[[Entry], None]  # for the ledger
+        self.died: Callable[[Entry, Call | None], None]
 
     # running --------------------------------------------------------------------------------------------------------------
 
@@ -101,11 +103,14 @@ class watch:
         """End: look at what is alive, and take every hook off. Stopping twice does nothing."""
         if not self._running:
             return
-        self._running = False
-        with self._guarded():
-            self.timeline.close()
-            self._look()
-        self._leave()
+        try:
+            with self._guarded():
+                LEDGER.deliver()
+                self.timeline.close()
+                self._look(final=True)
+        finally:  # Ctrl-C, too, while it looks
+            self._leave()
+            self._running = False
 
     def step(self) -> None:
         """The end of a step. With the first call an optimizer's step is none any more."""
@@ -113,16 +118,18 @@ class watch:
         self._next_step()
 
     def _leave(self) -> None:
+        self._record(False)
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._boundary = None
-        self._record(False)
 
     def _record(self, wanted: bool) -> None:
         if wanted and not self._recording:
+            # bound anew, so that one call less lies on the way of every saved tensor
+            self.saved, self.died = self.timeline.saved, self.timeline.died
             LEDGER.join(self)
-        elif self._recording and not wanted:
+        elif not wanted:
             LEDGER.leave(self)
         self._recording = wanted
 
@@ -130,6 +137,8 @@ class watch:
         return self._schedule is None or self._schedule(step) is not torch.profiler.ProfilerAction.NONE
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        LEDGER.push()
+        ends = False
         with self._guarded():
             self.timeline.optimizer_stepped(optimizer)
             # several optimizers step in one step (GAN): the first one that is still there ends it
@@ -137,30 +146,22 @@ class watch:
             if boundary is None:
                 boundary = optimizer
                 self._boundary = self.timeline.optimizer_steps[-1].optimizer
-            if boundary is optimizer and not self._own_steps:
-                self._next_step()
+            ends = boundary is optimizer and not self._own_steps
+        if ends:
+            self._next_step()
 
     def _next_step(self) -> None:
         with self._guarded():
             self.timeline.next_step()
-            if self._running:
-                self._record(self._wanted(self.timeline.step))
+        wanted = self._wanted(self.timeline.step)  # the program's own function: what it raises is the program's
+        if self._running:
+            self._record(wanted)
 
     # what the ledger says ---------------------------------------------------------------------------------------------------
 
-    def saved(self, entry: Entry) -> None:
+    def failed(self, error: Exception) -> None:
         """For the ledger."""
-        try:
-            self.timeline.saved(entry)
-        except Exception as error:
-            self._fail(error)
-
-    def died(self, entry: Entry, call: Call | None) -> None:
-        """For the ledger."""
-        try:
-            self.timeline.died(entry, call)
-        except Exception as error:
-            self._fail(error)
+        self._fail(error)
 
     def begins(self, call: Call) -> None:
         """For the ledger."""
@@ -250,12 +251,12 @@ class watch:
         """Write the timeline as Chrome trace events (https://ui.perfetto.dev opens them). One unit of time is one step."""
         _export.write_trace(path, self.timeline)
 
-    def _look(self) -> None:
+    def _look(self, final: bool = False) -> None:
         collecting = gc.isenabled()
         gc.disable()  # a collection in the middle would free what is being looked at
         try:
             held = _census.take(self.timeline)
-            self._findings = _findings.find(self.timeline, held)
+            self._findings = _findings.find(self.timeline, held, final)
             self._held = [
                 {
                     "holder": one.holder.what if one.holder else "nothing in Python: alive though unreachable",
