@@ -62,7 +62,9 @@ def _places(frame: FrameType | None) -> list[Place]:
 
 def place(frame: FrameType, line: int) -> Place:
     """A frame as a place."""
-    names = frozenset(name for name, value in frame_locals(frame) if _has_history(value))
+    is_module = frame.f_locals is frame.f_globals if frame.f_code.co_name == "<module>" else False
+    variables = list(dict.items(frame.f_globals)) if is_module else frame_locals(frame)
+    names = frozenset(name for name, value in variables if _has_history(value))
     return Place(frame.f_code.co_filename, line, frame.f_code.co_name, names)
 
 
