@@ -196,6 +196,7 @@ DIFFERS = {
     "modes: dispatch mode around backward saved intermediates": _REWRAPPED,
     "modes: dispatch mode around double backward": _REWRAPPED,
     "compile: made into an fx graph": _REWRAPPED,
+    "lifetimes: model that goes before its loss": "a node that was asked for its op, once for each line, dies a little later",
     "own hooks: asks for the pair that is active": "the watch's pair is the one that is active",
     "own hooks: registered on one saved tensor": "a saved tensor takes one pair of hooks, and the watch's is there",
     "own hooks: register hooks on a saved output": "a saved tensor takes one pair of hooks, and the watch's is there",

@@ -122,6 +122,9 @@ class Listener(Protocol):
     def ends(self, call: Call, error: BaseException | None) -> None:
         """It has run, or raised."""
 
+    def used(self, entry: Entry) -> None:
+        """A node that runs has asked for its entry for the first time."""
+
     def reused(self, entry: Entry, earlier: int, call: Call) -> None:
         """An entry was asked for that an earlier call had asked for, too."""
 
@@ -378,9 +381,11 @@ def _unpack(entry: Entry) -> torch.Tensor:
     if active:
         number = active[-1].number
         if entry.used != number:
-            if entry.used:
-                for listener in LEDGER.listeners:
+            for listener in LEDGER.listeners:
+                if entry.used:
                     listener.reused(entry, entry.used, active[-1])
+                else:
+                    listener.used(entry)
             entry.used = number
     return tensor
 

@@ -28,6 +28,8 @@ from graphkeep.watch._referrers import LRU_CACHE, SUSPENDABLE, Climb, Raw, attri
 _LIBRARY = 4  # cost of a name in a library
 _BORROWED = 1_000  # of a name that is not where a thing lives: `self` in a method that runs
 _NAMELESS = 2_000
+_UNHELD = "held only by an expression being evaluated, or by C code"
+_FAR = "far from any name"
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _PLAIN = (dict, list, tuple, CellType, FunctionType, MethodType)
 _PARTS = ("own", "closure", "defaults", "kwdefaults", "hooks", "table")  # what is no container for the program
@@ -161,8 +163,8 @@ class _Names:
         frame = obj if type(obj) is FrameType else _referrers.frame_of(obj)
         return id(obj) in self._own or id(obj) in self._frames or (frame is not None and id(frame.f_globals) in self._own)
 
-    def source(self, obj: object, is_top: bool) -> tuple[int, At] | None:
-        """What the program calls an object by itself, and at what cost; None if only by what refers to it."""
+    def source(self, obj: object, top: str | None) -> tuple[int, At] | None:
+        """What the program calls an object by itself, and at what cost; None if only by what refers to it, unless at a top."""
         cls, i = type(obj), id(obj)
         if self.is_space(obj):
             return _LIBRARY * bool(self.spaces[i].base), At(self.spaces[i], "namespace", obj)
@@ -175,18 +177,16 @@ class _Names:
             return 1 + _LIBRARY * is_library(place.file) + Climb.FUNCTION * (cls is FunctionType), At(place)
         if i in self.borrowed:
             return _BORROWED, At(self.borrowed[i])
-        if issubclass(cls, SUSPENDABLE):
-            return _BORROWED, At(Place(""))
-        if i in self._handled:
-            return _BORROWED, At(Place("sys.exc_info()[1]"))
+        if issubclass(cls, SUSPENDABLE) or i in self._handled:
+            return _BORROWED, At(Place("sys.exc_info()[1]" if i in self._handled else ""))
         if issubclass(cls, torch.autograd.function.BackwardCFunction):
             return _BORROWED, At(Place("ctx", "ctx", f"of custom function {type_name(obj).removesuffix('Backward')}", "ctx"))
-        if is_top and _referrers.is_table_of_hooks(obj):
+        if top and _referrers.is_table_of_hooks(obj):
             return _BORROWED, At(Place(""), "hooks", None, "hook")
-        if is_top and i not in self._held_by_own:
+        if top and i not in self._held_by_own:
             if issubclass(cls, (FunctionType, FrameType, BaseException)):
                 return _NAMELESS, At(Place(""))
-            return _NAMELESS, At(Place("…", "", "held only by an expression being evaluated, or by C code", "unknown"))
+            return _NAMELESS, At(Place("…", "", top, "unknown"))
         return None
 
     def _class_source(self, cls: Any) -> tuple[int, At]:
@@ -250,15 +250,17 @@ class _Search:
         ]
         if climb.late:
             missing = set(range(len(self._targets))).difference(*(holder.targets for holder in holders))
-            what = f"the search was stopped after {self._seconds:g} s"
-            holders.append(Holder(what, "", "unknown", None, None, tuple(sorted(missing))))
+            text = f"the search was stopped after {self._seconds:g} s"
+            holders.append(Holder(text, "", "unknown", None, None, tuple(sorted(missing))))
         return holders
 
     def _weigh(self, hooks: set[int]) -> None:
         """The best way from a name to every object that was met."""
         climb, sources = self._climb, {}
         for i, obj in climb.objects.items():
-            source = self._names.source(obj, is_top=not climb.parents.get(i, climb.late))
+            above = climb.parents.get(i)
+            top = _UNHELD if above == [] else _FAR if above is None and not climb.late else None
+            source = self._names.source(obj, top)
             if source is not None:
                 sources[i] = source
         self._cost, self._before = climb.cheapest({i: cost for i, (cost, _) in sources.items()}, hooks)
@@ -296,8 +298,7 @@ class _Search:
         ways = [(self._cost[i], here)]
         plain = issubclass(type(self._climb.objects[i]), _CONTAINERS) and here.inside not in _PARTS
         if plain and self._cost[i] < _BORROWED and here.place.base != "Out":
-            best = self._before[i]
-            others = [p for p in self._climb.parents.get(i, ()) if p != best and self._leads(p, i)]
+            others = [p for p in self._climb.parents.get(i, ()) if p != self._before[i] and self._leads(p, i)]
             for parent in sorted(others, key=self._cost.__getitem__)[:1]:
                 ways.append((self._cost[parent] + 1, self._step(self._place_of(parent), parent, i)))
         return ways

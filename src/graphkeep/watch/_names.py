@@ -10,6 +10,7 @@ import functools
 import gc
 import inspect
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -163,7 +164,7 @@ class Place:
         if self.kind == "cache" and self.tokens:
             base += "(…)"
         text = base + "".join(_token_text(token, i == len(self.tokens)) for i, token in enumerate(self.tokens, 1))
-        return text.replace("……", "…")
+        return re.sub("…+", "…", text)
 
     def _filled(self, text: str) -> str:
         return text.replace(_OUTER, self.outer.name if self.outer is not None else "")
@@ -211,8 +212,10 @@ def step(here: At, holder: object, obj: object, raw: Raw, labels: Mapping[int, s
     """Go on from a holder to an object that it refers to in a certain way."""
     sort, key = raw
     place = here.place
-    if sort in ("own", "closure", "defaults", "kwdefaults", "snapshot"):
+    if sort in ("own", "closure", "defaults", "kwdefaults", "snapshot", "threads"):
         return At(place, sort, holder, hook=here.hook)
+    if here.inside == "threads":  # a thread's dict of a threading.local
+        return At(place, "own", here.of)
     if sort == "hooks":
         kind = "post-accumulate hook" if obj is _post_accumulate_hooks(holder) else "tensor hook"
         return At(place, "hooks", holder, kind)

@@ -12,6 +12,7 @@ import gc
 import heapq
 import inspect
 import sys
+import threading
 import time
 import types
 from collections import OrderedDict, deque
@@ -146,6 +147,9 @@ def _structure(holder: Any, copy: bool) -> Iterator[tuple[str, Any, object]]:
         yield "traceback", None, holder.tb_next
     elif issubclass(cls, (types.FrameType, *SUSPENDABLE)):
         yield from _variables(holder)
+    elif issubclass(cls, threading.local):
+        for value in gc.get_referents(holder):
+            yield "threads", None, value
     elif issubclass(cls, type):
         yield "own", None, gc.get_referents(class_dict(holder))[0]
     elif issubclass(cls, BaseException):
@@ -253,7 +257,7 @@ class Climb:
 
     FUNCTION = 20  # cost of a function's name: that it is a hook says more
     _DETOURS = (types.FunctionType, types.CellType, types.FrameType, types.TracebackType, *SUSPENDABLE)
-    _DEPTH = 40
+    _DEPTH = 60  # a module inside a module is three references further
     _FEW = 150  # get_referrers compares each reference of the heap with every object; above this a set is faster
     _CHUNK = 64
     _FURTHER = 2  # levels in which a second name is looked for

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from graphkeep import _graph
 from graphkeep._ledger import Call, Entry, last_number
 from graphkeep._storage import storages
 from graphkeep.watch._frames import Site, Sites
@@ -165,7 +166,7 @@ class Timeline:
         self.number = last_number()  # of the last entry
         self.steps: list[Step] = [Step(0, self.number, _built(), 0)]
         self.step = 0
-        self._sites_seen = self._calls = 0
+        self.calls_made = 0
         self.live = 0
         self.saved_bytes = 0
         self.lives: deque[Life] = deque(maxlen=_LIVES)
@@ -289,11 +290,6 @@ class Timeline:
         """The watch ends, or somebody looks."""
         self._close_life()
 
-    def has_new_sites(self) -> bool:
-        """Whether there are sites that there were not when this was last asked."""
-        before, self._sites_seen = self._sites_seen, len(self.sites)
-        return self._sites_seen != before
-
     def _close_life(self) -> None:
         """Something else happened: what dies next is another graph."""
         life, self._life = self._life, None
@@ -308,8 +304,8 @@ class Timeline:
 
     def begins(self, call: Call) -> None:
         self._close_life()
-        self._calls += 1
-        backward = Backward(self._calls, call, self.sites.line(4), self.step, self.number, _built())
+        self.calls_made += 1
+        backward = Backward(self.calls_made, call, self.sites.line(4), self.step, self.number, _built())
         call.mark = (backward, self, call.mark)
         self._here.backwards += 1
 
@@ -345,6 +341,13 @@ class Timeline:
         sums[3] += backward.create_graph
         if backward.retain_graph:
             sums[4] = max(sums[4], backward.kept)
+
+    def used(self, entry: Entry) -> None:
+        mark = entry.mark
+        # only the node knows its op; to look at every node would change how long they live
+        if mark is not None and mark[0].op is None:
+            node: Any = torch._C._current_autograd_node()
+            mark[0].op = None if node is None else _graph.op(node)
 
     def reused(self, entry: Entry, earlier: int, call: Call) -> None:
         for backward in reversed(self.backwards):

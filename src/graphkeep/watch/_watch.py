@@ -74,8 +74,10 @@ class watch:
         self._findings: list[Finding] | None = None
         self._held: list[dict[str, Any]] = []
         self._failed = False
+        self._seen: tuple[int, int, int] | None = None  # how far the program was when it was last looked at
         self.saved: Callable[[Entry], None]  # for the ledger
         self.died: Callable[[Entry, Call | None], None]
+        self.used: Callable[[Entry], None]
 
     # running --------------------------------------------------------------------------------------------------------------
 
@@ -107,7 +109,8 @@ class watch:
             with self._guarded():
                 LEDGER.deliver()
                 self.timeline.close()
-                self._look(final=True)
+                if self._seen != self._state() or not self.timeline.step:  # else the last look saw all there is
+                    self._look(final=True)
         finally:  # Ctrl-C, too, while it looks
             self._leave()
             self._running = False
@@ -127,7 +130,7 @@ class watch:
     def _record(self, wanted: bool) -> None:
         if wanted and not self._recording:
             # bound anew, so that one call less lies on the way of every saved tensor
-            self.saved, self.died = self.timeline.saved, self.timeline.died
+            self.saved, self.died, self.used = self.timeline.saved, self.timeline.died, self.timeline.used
             LEDGER.join(self)
         elif not wanted:
             LEDGER.leave(self)
@@ -167,8 +170,6 @@ class watch:
         """For the ledger."""
         with self._guarded():
             self.timeline.begins(call)
-            if self.timeline.has_new_sites():
-                _census.learn_ops(_postmortem.nodes_of(call.outputs))
 
     def ends(self, call: Call, error: BaseException | None) -> None:
         """For the ledger."""
@@ -269,6 +270,10 @@ class watch:
         finally:
             if collecting:
                 gc.enable()
+        self._seen = self._state()
+
+    def _state(self) -> tuple[int, int, int]:
+        return self.timeline.number, self.timeline.calls_made, self.timeline.step
 
     def __repr__(self) -> str:
         state = "running" if self._running else "stopped"
