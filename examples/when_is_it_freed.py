@@ -1,6 +1,7 @@
 """Forward all, backward some: when is each sample's graph freed, and by what?
 
-The program as it was asked about, in plain torch, seen by `gk.watch` and `gk.explain`; with 12 samples, and a backward for every
+The program as it was asked about, in plain torch, seen by `gk.watch` and `gk.explain`; with 12 samples, and a backward
+for every
 three that contribute.
 """
 
@@ -44,6 +45,6 @@ with gk.watch() as w:
             print("When will the graphs of those that contribute be freed?", gk.explain(total), sep="\n")
             (total / n).backward()
             say_what_was_freed()
-            print(f"  the graph of the sum is {gk.explain(total).state} now; its nodes go when `total` and `out` are bound anew")
+            print(f"  the graph of the sum is {gk.explain(total).state} now; its nodes go when `total` and `out` are bound")
             total, n = 0.0, 0
 print(w.summary())
