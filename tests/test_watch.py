@@ -236,16 +236,22 @@ def test_a_graph_built_before_the_watch_and_one_run_after_it_are_right() -> None
     assert torch.equal(x.grad, before.detach().cos() * before.detach())  # type: ignore[arg-type]
 
 
-def test_a_fault_inside_ends_the_watch_with_one_warning_and_not_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["saved", "died", "used", "reused", "begins", "ends", "next_step", "optimizer_stepped"])
+def test_a_fault_inside_ends_the_watch_with_one_warning_and_not_the_program(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_args: object) -> None:
         raise KeyError("broken")
 
     w = gk.watch()
-    monkeypatch.setattr(w.timeline, "saved", broken)
+    monkeypatch.setattr(w.timeline, where, broken)
     losses: list[Tensor] = []
 
     def run() -> None:
         with w:
+            x = torch.ones(2, requires_grad=True).exp().sum()
+            x.backward(retain_graph=True)
+            x.backward()  # what was kept is used again
             losses.extend(train(net(), 3))
 
     with pytest.warns(gk.WatchFailedWarning, match="the program goes on") as warned:

@@ -84,6 +84,16 @@ def reach(nodes: Iterable[Node], without: Collection[Node] = ()) -> set[Node]:
     return seen
 
 
+def parents(nodes: Iterable[Node]) -> dict[Node, list[Node]]:
+    """For each node that some of the given ones lead to directly, those that do."""
+    found: dict[Node, list[Node]] = {}
+    for node in nodes:
+        for child, _ in node.next_functions:
+            if child is not None:
+                found.setdefault(child, []).append(node)
+    return found
+
+
 def entries(head: Iterable[Node], trunk: Collection[Node]) -> set[Node]:
     """The nodes of the trunk that some node of the head leads to directly."""
     return {child for node in head for child, _ in node.next_functions if child is not None and child in trunk}

@@ -104,7 +104,7 @@ class Call:
 class Listener(Protocol):
     """Who joins the ledger. Every method is called in the thread in which the thing happens.
 
-    The first two run for every saved tensor: what they raise goes to ``failed``. The others must not raise.
+    Those that run for saved tensors may raise, and ``failed`` is told; ``begins`` and ``ends`` must not.
     """
 
     def saved(self, entry: Entry) -> None:
@@ -114,7 +114,7 @@ class Listener(Protocol):
         """A node let go of an entry: inside a call of the engine, or by reference count."""
 
     def failed(self, error: Exception) -> None:
-        """One of the two above raised. Called soon after, and only once."""
+        """A method that runs for saved tensors raised. Called soon after, and only once."""
 
     def begins(self, call: Call) -> None:
         """The engine is about to run."""
@@ -382,10 +382,13 @@ def _unpack(entry: Entry) -> torch.Tensor:
         number = active[-1].number
         if entry.used != number:
             for listener in LEDGER.listeners:
-                if entry.used:
-                    listener.reused(entry, entry.used, active[-1])
-                else:
-                    listener.used(entry)
+                try:
+                    if entry.used:
+                        listener.reused(entry, entry.used, active[-1])
+                    else:
+                        listener.used(entry)
+                except Exception as error:  # a listener's fault is not the program's
+                    LEDGER.fault(listener, error)
             entry.used = number
     return tensor
 

@@ -134,11 +134,7 @@ def _find(tensors: list[torch.Tensor], seconds: float) -> list[Holder]:
 
 def _above(nodes: set[Node], roots: Iterable[Node]) -> set[Node]:
     """The nodes from which some of the given ones can be reached."""
-    parents: dict[Node, list[Node]] = {}
-    for node in walk(roots):
-        for child, _ in node.next_functions:
-            if child is not None:
-                parents.setdefault(child, []).append(node)
+    parents = _graph.parents(walk(roots))
     found, todo = set(nodes), list(nodes)
     while todo:
         for parent in parents.get(todo.pop(), ()):

@@ -191,11 +191,7 @@ def _built_at(node: Node, by: Backward | None) -> Site | None:
 def _shared(nodes: set[Node], roots: Iterable[Node], before: set[Node], by: Backward | None, now: Backward | None) -> _Shared:
     """The part that existed when it was freed: all that leads to a freed node and was built by then."""
     limit = by.built if by is not None else max(node._sequence_nr() for node in before) + 1
-    parents: dict[Node, list[Node]] = {}
-    for node in nodes:
-        for child, _ in node.next_functions:
-            if child is not None:
-                parents.setdefault(child, []).append(node)
+    parents = _graph.parents(nodes)
     part, todo = set(before), list(before)
     while todo:
         for parent in parents.get(todo.pop(), ()):
