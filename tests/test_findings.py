@@ -644,9 +644,16 @@ class Census:
             yield [max(values[:third]), max(values[third : 2 * third]), max(values[2 * third : 3 * third])]
 
 
+@pytest.fixture(scope="module")
+def frozen() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
-def collector(request: pytest.FixtureRequest) -> Iterator[None]:
+def collector(request: pytest.FixtureRequest, frozen: None) -> Iterator[None]:
     gc.collect()
+    gc.freeze()  # what others have left (some graphs can never be freed) is not looked at, which also is ten times as fast
     if not request.getfixturevalue("case").collector:
         gc.disable()
     yield
@@ -658,13 +665,11 @@ def collector(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_without_graphkeep_the_program_grows_or_is_steady_as_its_case_says(case: Case, tmp_path: Path) -> None:
     census, looked = Census(), []
     handle = register_optimizer_step_post_hook(lambda *_: census.step())
-    gc.freeze()  # what other tests have left is not counted
     try:
         with torch.autograd.graph.saved_tensors_hooks(census.pack, lambda slot: slot.value):
             Run(case, tmp_path)(census, lambda: looked.append(1))
     finally:
         handle.remove()
-        gc.unfreeze()
     nodes, saved, tensors = (first < middle < last for first, middle, last in census.thirds())
     assert (nodes or saved or tensors) == (bool(case.ids) and case.severity != COSTS), list(census.thirds())
     if case.severity in (GROWS, NODES) and case.program is not leaks.d9_futures:  # hooks see one thread
@@ -699,6 +704,7 @@ def test_what_grows_is_found_with_its_holder_its_line_its_cause_and_what_to_writ
         assert not advice_to_retain(str(f)), str(f)
 
 
+@pytest.mark.usefixtures("collector")
 @of("note")
 def test_a_failed_backward_is_explained_by_a_note(case: Case, tmp_path: Path) -> None:
     run = Run(case, tmp_path)
@@ -715,6 +721,7 @@ def test_a_failed_backward_is_explained_by_a_note(case: Case, tmp_path: Path) ->
     assert not advice or (fix is not None and fix < advice[0]), note
 
 
+@pytest.mark.usefixtures("collector")
 @of("none")
 def test_a_program_that_is_well_gives_no_finding(case: Case, tmp_path: Path) -> None:
     findings = []
