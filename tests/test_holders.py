@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import inspect
 import sys
 import threading
@@ -19,10 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-# by name: `graphkeep.watch` is the context manager, not the package
-_holders = importlib.import_module("graphkeep.watch._holders")
-find = _holders.find
-Holder = _holders.Holder
+from graphkeep._watch import _holders
+from graphkeep._watch._holders import Holder, find
 
 
 def grown() -> Tensor:

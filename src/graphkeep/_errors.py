@@ -79,6 +79,10 @@ class ReplayError(GraphkeepError):
     """Running a forward again did not give the values that it gave before."""
 
 
+class DataFileError(GraphkeepError, ValueError):
+    """A file that `graphkeep run` should have written cannot be read: damaged, foreign, or of a newer graphkeep."""
+
+
 class LostGradientWarning(UserWarning):
     """Gradients arrived at a `cut` that was dropped before it was closed; they never went through the trunk."""
 

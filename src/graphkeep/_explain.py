@@ -22,9 +22,10 @@ from graphkeep import _graph, _saved, _tree
 from graphkeep._errors import ArgumentError, library_file
 from graphkeep._modules import parameter_storages
 from graphkeep._saved import State
-from graphkeep._storage import StorageSet, format_bytes
-from graphkeep.watch import _census, _changed, _postmortem, _source
-from graphkeep.watch._frames import Place
+from graphkeep._storage import StorageSet
+from graphkeep._units import format_bytes
+from graphkeep._watch import _census, _changed, _postmortem, _source
+from graphkeep._watch._frames import Place
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from graphkeep._errors import ArgumentError
-from graphkeep._storage import format_bytes
+from graphkeep._units import format_bytes, parse_bytes
 
 
 @dataclass
@@ -88,22 +87,6 @@ def history_of(model: object, modules: Sequence[object]) -> History:
         return _histories.setdefault(modules[0] if modules and code is not None else model, {}).setdefault(code, History())
     except TypeError:  # it cannot be hashed, or not be referred to weakly
         return History()
-
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-
-
-def parse_bytes(limit: int | str, argument: str) -> int:
-    """``2**30``, ``"1GiB"``, ``"512 MB"``: a number of bytes."""
-    if isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0:
-        return limit
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", limit) if isinstance(limit, str) else None
-    if match is None or match[2].lower() not in _UNITS:
-        raise ArgumentError(
-            f"{argument}={limit!r} is no number of bytes", instead='an int, or a string such as "512MiB" or "1.5GiB"'
-        )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def parse_keep(keep: int | str, budget: int | str | None) -> int | None:

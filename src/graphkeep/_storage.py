@@ -87,12 +87,3 @@ class StorageSet:
             storage = held() if isinstance(held, weakref.ref) else held
             if storage is not None:
                 yield storage, size
-
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def format_bytes(count: int) -> str:
-    """Bytes for people: ``12.4 MiB``."""
-    power = min((max(count.bit_length(), 1) - 1) // 10, len(_UNITS) - 1)
-    return f"{count} B" if power == 0 else f"{count / (1 << 10 * power):.1f} {_UNITS[power]}"

@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING
 
 from graphkeep import __version__
-from graphkeep._storage import format_bytes
+from graphkeep._units import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

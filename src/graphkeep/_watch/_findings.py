@@ -9,50 +9,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from graphkeep._storage import format_bytes
-from graphkeep.watch import _source
-from graphkeep.watch._census import Held
-from graphkeep.watch._frames import Site, short
-from graphkeep.watch._holders import Holder
-from graphkeep.watch._timeline import Timeline
+from graphkeep._units import format_bytes
+from graphkeep._watch import _source
+from graphkeep._watch._census import Held
+from graphkeep._watch._finding import SEVERITIES, Finding
+from graphkeep._watch._frames import Site, short
+from graphkeep._watch._holders import Holder
+from graphkeep._watch._timeline import Timeline
 
 _FEW_STEPS = 6  # with fewer, no windows
 _FEW_ELEMENTS = 4
 _OFTEN = 3
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One diagnosed fault.
-
-    Attributes:
-        id: stable, ``GK101``.
-        severity: ``bytes grow``, ``nodes grow``, ``will raise`` or ``costs``.
-        what: what was seen, by the program's own names.
-        where: ``file.py:12``, or None.
-        why: what causes it.
-        instead: what to write instead.
-    """
-
-    id: str
-    severity: str
-    what: str
-    where: str | None
-    why: str
-    instead: str
-
-    def __str__(self) -> str:
-        place = f" ({self.where})" if self.where else ""
-        return f"{self.id} {self.severity}: {self.what}{place}\n  why: {self.why}\n  write instead: {self.instead}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 @dataclass
@@ -77,8 +48,7 @@ def find(timeline: Timeline, census: list[Held], final: bool = False) -> list[Fi
     for held, growth in _growing(timeline, census, final):
         found.append(_grows(timeline, held, growth, final))
     found += _retained(timeline)
-    order = ["will raise", "bytes grow", "nodes grow", "costs"]
-    return sorted({(f.id, f.what): f for f in found}.values(), key=lambda f: order.index(f.severity))
+    return sorted({(f.id, f.what): f for f in found}.values(), key=lambda f: SEVERITIES.index(f.severity))
 
 
 # growth over steps ------------------------------------------------------------------------------------------------------------
@@ -396,19 +366,6 @@ def _retained(timeline: Timeline) -> Iterator[Finding]:
                 "here until the next forward has built its own graph",
                 "remove retain_graph=True",
             )
-
-
-def verdict(findings: list[Finding]) -> str:
-    """Three lines before any table: verdict, why, next."""
-    if not findings:
-        return (
-            "verdict: nothing grows\n"
-            "why:     no holder gains a graph with each step, and no graph is kept for nothing\n"
-            "next:    nothing"
-        )
-    first = findings[0]
-    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-    return f"verdict: {first.id} {first.severity}: {first.what}{more}\nwhy:     {first.why}\nnext:    {first.instead}"
 
 
 def sites_of(held: list[Held]) -> set[Site]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphkeep.watch._referrers import LRU_CACHE, SUSPENDABLE_CODE, Raw, is_table_of_hooks
+from graphkeep._watch._referrers import LRU_CACHE, SUSPENDABLE_CODE, Raw, is_table_of_hooks
 
 _type_name: Any = type.__dict__["__name__"].__get__
 _type_qualname: Any = type.__dict__["__qualname__"].__get__

@@ -16,7 +16,7 @@ import torch
 from graphkeep import _graph
 from graphkeep._ledger import Call, Entry, last_number
 from graphkeep._storage import storages
-from graphkeep.watch._frames import Site, Sites
+from graphkeep._watch._frames import Site, Sites
 
 _STEPS = 1024  # records of steps, at most
 _LIVES = 4096

@@ -13,10 +13,10 @@ from torch.autograd.graph import Node
 
 from graphkeep import _graph, _modules, _saved
 from graphkeep._ledger import Entry, Mismatch
-from graphkeep.watch import _census, _source
-from graphkeep.watch._frames import Place, Site, short
-from graphkeep.watch._holders import find
-from graphkeep.watch._timeline import OptimizerStep, Timeline
+from graphkeep._watch import _census, _source
+from graphkeep._watch._frames import Place, Site, short
+from graphkeep._watch._holders import find
+from graphkeep._watch._timeline import OptimizerStep, Timeline
 
 CHANGED = "modified by an inplace operation"
 _COMMON = ("p", "w", "b", "weight", "bias")  # what loops over parameters call them

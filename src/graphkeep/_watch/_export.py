@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from graphkeep.watch import _tables
-from graphkeep.watch._findings import Finding
-from graphkeep.watch._frames import Site
-from graphkeep.watch._timeline import Timeline
+from graphkeep._watch import _tables
+from graphkeep._watch._finding import Finding
+from graphkeep._watch._frames import Site
+from graphkeep._watch._timeline import Timeline
 
 SCHEMA_VERSION = 1
 _STEP = 1000  # microseconds that one step is drawn as; within it, saved tensors stand at equal distances

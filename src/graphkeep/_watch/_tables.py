@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from graphkeep._errors import ArgumentError
-from graphkeep._storage import format_bytes
-from graphkeep.watch._frames import Site
-from graphkeep.watch._timeline import Timeline
+from graphkeep._units import format_bytes
+from graphkeep._watch._frames import Site
+from graphkeep._watch._timeline import Timeline
 
 _SORTS = ("bytes", "live", "tensors", "name")
 _GROUPS: dict[str, Callable[[Site], str]] = {

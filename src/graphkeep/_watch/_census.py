@@ -18,9 +18,9 @@ from graphkeep import _deep, _graph, _saved
 from graphkeep._ledger import Entry
 from graphkeep._storage import StorageSet
 from graphkeep._storage import storages as tensor_storages
-from graphkeep.watch._frames import Site
-from graphkeep.watch._holders import Holder, find
-from graphkeep.watch._timeline import Timeline
+from graphkeep._watch._frames import Site
+from graphkeep._watch._holders import Holder, find
+from graphkeep._watch._timeline import Timeline
 
 _MOST_NODES = 400_000  # of one holder's graph
 _LEAF = "AccumulateGrad"

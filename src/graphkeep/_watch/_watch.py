@@ -14,10 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphkeep._errors import ArgumentError, ArgumentTypeError, WatchFailedWarning
 from graphkeep._ledger import LEDGER, Call, Entry
-from graphkeep._storage import format_bytes
-from graphkeep.watch import _census, _export, _findings, _postmortem, _tables
-from graphkeep.watch._findings import Finding
-from graphkeep.watch._timeline import Life, Timeline
+from graphkeep._units import format_bytes
+from graphkeep._watch import _census, _export, _findings, _postmortem, _tables
+from graphkeep._watch._finding import Finding, verdict
+from graphkeep._watch._timeline import Life, Timeline
 
 _log = logging.getLogger("graphkeep")
 Schedule: TypeAlias = Callable[[int], torch.profiler.ProfilerAction]
@@ -222,7 +222,7 @@ class watch:
     def summary(self) -> str:
         """Verdict, why and next; then what was saved and freed."""
         findings = self.findings
-        return _findings.verdict(findings) + "\n\n" + _tables.overview(self.timeline)
+        return verdict(findings) + "\n\n" + _tables.overview(self.timeline)
 
     def __str__(self) -> str:
         return self.summary()
