@@ -5,10 +5,17 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import platform
+import socket
+import sys
+import threading
 import time
 import zlib
+from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +32,16 @@ class DataFile:
 
     Arguments:
         path: it is made, or emptied, at once, so that a path that cannot be written is told before anything ran.
+        again: add to what the same program has written.
 
     Raises:
         ArgumentError: the path cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], again: bool = False) -> None:
         self.path = Path(path)
         try:
-            self._file = self.path.open("wb", buffering=0)
+            self._file = self.path.open("ab" if again else "wb", buffering=0)
         except OSError as error:
             raise ArgumentError(
                 f"the data file cannot be written: {error.strerror or error}",
@@ -45,10 +53,13 @@ class DataFile:
         self._waiting: list[str] = []
         self._size = 0
         self._flushed = time.monotonic()
+        self._lock = threading.Lock()
         self.closed = False
 
     def write(self, record: dict[str, Any]) -> None:
         """Add one record; it reaches the system with the next flush."""
+        if self.closed or os.getpid() != self._process:  # a forked child has a copy of all this, and no say
+            return
         line = json.dumps(record, separators=(",", ":"))
         self._waiting.append(line)
         self._size += len(line)
@@ -62,25 +73,70 @@ class DataFile:
 
     def flush(self) -> None:
         """Hand everything so far to the system, such that a reader can unpack it."""
-        if self.closed or os.getpid() != self._process:  # a forked child has a copy of all this, and no say
+        # another thread, or a destructor that runs in the middle of this, need not wait: what it wrote comes next time
+        if not self._lock.acquire(blocking=False):
             return
-        if self._waiting:
-            text = ("\n".join(self._waiting) + "\n").encode()
-            self._waiting, self._size = [], 0
-            self._put(self._pack.compress(text) + self._pack.flush(zlib.Z_SYNC_FLUSH))
-        self._flushed = time.monotonic()
+        try:
+            self._flush(zlib.Z_SYNC_FLUSH)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Flush and end the file. Closing twice does nothing."""
-        if self.closed:
+        with self._lock:
+            if not self.closed:
+                try:
+                    self._flush(zlib.Z_FINISH)
+                finally:
+                    self.closed = True
+                    self._file.close()
+
+    def _flush(self, mode: int) -> None:
+        if self.closed or os.getpid() != self._process:
             return
-        self.flush()
-        if os.getpid() == self._process:
-            self._put(self._pack.flush(zlib.Z_FINISH))
-        self.closed = True
-        self._file.close()
+        self._flushed = time.monotonic()
+        waiting, self._waiting, self._size = self._waiting, [], 0
+        text = ("\n".join(waiting) + "\n").encode() if waiting else b""
+        if text or mode == zlib.Z_FINISH:
+            self._put(self._pack.compress(text) + self._pack.flush(mode))
 
     def _put(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
             view = view[self._file.write(view) or 0 :]
+
+
+def header(program: str, argv: Sequence[str]) -> dict[str, Any]:
+    """The first record of a data file."""
+    rank, world = _environment("RANK", 0), _environment("WORLD_SIZE", 1)
+    host = socket.gethostname()
+    return {
+        "type": "header",
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "graphkeep": _version("graphkeep"),
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+        "program": program,
+        "argv": list(argv),
+        "cwd": os.getcwd(),
+        "pid": os.getpid(),
+        "host": host,
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "rank": rank,
+        "world_size": world,
+        "group": f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('MASTER_PORT', '')}" if world > 1 else "",
+    }
+
+
+def _environment(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else default
+
+
+def _version(package: str) -> str:
+    module = sys.modules.get(package)
+    try:
+        return str(getattr(module, "__version__", None) or metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -31,8 +31,8 @@ from graphkeep._watch._timeline import Backward, OptimizerStep, Timeline
 SECOND = "backward through the graph a second time"
 
 
-def annotate(error: RuntimeError, outputs: Any, timeline: Timeline, mismatch: Mismatch | None) -> None:
-    """Add a note to an error of torch's that a backward raised; other errors stay as they are."""
+def annotate(error: RuntimeError, outputs: Any, timeline: Timeline, mismatch: Mismatch | None) -> str | None:
+    """Add a note to an error of torch's that a backward raised, and return it; other errors stay as they are."""
     places = _places(sys._getframe(1))
     note = None
     if mismatch is not None and _changed.CHANGED in str(error):
@@ -41,6 +41,7 @@ def annotate(error: RuntimeError, outputs: Any, timeline: Timeline, mismatch: Mi
         note = second(nodes_of(outputs), places, timeline)
     if note:
         add_note(error, note)
+    return note
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -158,6 +158,15 @@ class Mutation:
         self.at = at
 
 
+class Moment(NamedTuple):
+    """How far a program had come: saved tensors, the next node's sequence number, bytes held, bytes saved."""
+
+    at: int
+    built: int
+    live: int
+    saved_bytes: int
+
+
 class Timeline:
     """Listens to the ledger and keeps account."""
 
@@ -175,7 +184,7 @@ class Timeline:
         self.calls: dict[Site, list[int]] = {}  # calls, with retain_graph, of these reused, with create_graph, most kept
         self.optimizer_steps: deque[OptimizerStep] = deque(maxlen=_CALLS)
         self.mutations: deque[Mutation] = deque(maxlen=_CALLS)
-        self.sites_without_op: set[Site] = set()
+        self.recorder: Any = None  # a `Recorder` that writes all this to a file
         self._records: dict[int, Record] = {}
         self._here = self.steps[0]
         self._saved_before = 0
@@ -209,9 +218,14 @@ class Timeline:
         else:
             record.refs += 1
             if record.version != entry.version:
-                self.mutations.append(Mutation(record.site, site, self.step, number))
+                self._mutated(Mutation(record.site, site, self.step, number))
                 record.version = entry.version
         entry.mark = (site, record, self, entry.mark)
+
+    def _mutated(self, change: Mutation) -> None:
+        self.mutations.append(change)
+        if self.recorder is not None:
+            self.recorder.mutation(change)
 
     def _add(self, storage: torch.UntypedStorage, site: Site, version: int) -> Record:
         record = Record()
@@ -227,6 +241,8 @@ class Timeline:
         self.saved_bytes += size
         if self.live > self._here.peak:  # noqa: PLR1730 ten times as fast as max(), on the way of every saved tensor
             self._here.peak = self.live
+        if self.recorder is not None and not self.number & 255:
+            self.recorder.tick()  # a program may have no steps and no backwards
         return record
 
     def _add_all(self, held: torch.Tensor, site: Site, version: int) -> list[Record]:
@@ -301,6 +317,8 @@ class Timeline:
         sums[0] += 1
         sums[1] += life.tensors
         sums[2] += life.bytes
+        if self.recorder is not None:
+            self.recorder.life(life)
 
     def begins(self, call: Call) -> None:
         self._close_life()
@@ -308,6 +326,8 @@ class Timeline:
         backward = Backward(self.calls_made, call, self.sites.line(4), self.step, self.number, _built())
         call.mark = (backward, self, call.mark)
         self._here.backwards += 1
+        if self.recorder is not None:
+            self.recorder.begins()
 
     def _backward(self, call: Call) -> Backward | None:
         mark = call.mark
@@ -315,10 +335,10 @@ class Timeline:
             mark = mark[2]
         return None if mark is None else mark[0]
 
-    def ends(self, call: Call, error: BaseException | None) -> None:
+    def ends(self, call: Call, error: BaseException | None) -> Backward | None:
         backward = self._backward(call)
         if backward is None:  # it began before this one did
-            return
+            return None
         self._close_life()
         if backward.life is not None:
             self._sum(backward.life)
@@ -341,6 +361,9 @@ class Timeline:
         sums[3] += backward.create_graph
         if backward.retain_graph:
             sums[4] = max(sums[4], backward.kept)
+        if self.recorder is not None:
+            self.recorder.ends(backward)
+        return backward
 
     def used(self, entry: Entry) -> None:
         mark = entry.mark
@@ -355,25 +378,51 @@ class Timeline:
                 if not backward.reused:
                     backward.reused = True
                     self.calls[backward.site][2] += 1
+                    if self.recorder is not None:
+                        self.recorder.reused(backward)
                 return
 
     # steps ----------------------------------------------------------------------------------------------------------------
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer_steps.append(OptimizerStep(optimizer, self.sites.line(4), self.step, self.number))
+        if self.recorder is not None:
+            self.recorder.optimizer_step(self.optimizer_steps[-1])
 
-    def next_step(self) -> None:
-        """The step ends here."""
+    def next_step(self, now: Moment | None = None) -> None:
+        """The step ends here, or ended at a moment before."""
         self._close_life()
+        now = now or self.moment()
         here = self._here
-        here.left = self.live
-        here.tensors, here.bytes = self.number - here.at, self.saved_bytes - self._saved_before
-        self._saved_before = self.saved_bytes
+        here.left = now.live
+        here.tensors, here.bytes = now.at - here.at, now.saved_bytes - self._saved_before
+        self._saved_before = now.saved_bytes
+        if self.recorder is not None:
+            self.recorder.step(here)
         self.step += 1
         if len(self.steps) >= _STEPS:
             self.steps = _halve(self.steps)
-        self._here = Step(self.step, self.number, _built(), self.live)
+        self._here = Step(self.step, now.at, now.built, self.live)
         self.steps.append(self._here)
+
+    def moment(self) -> Moment:
+        """Now, for a step that may turn out to have ended here."""
+        return Moment(self.number, _built(), self.live, self.saved_bytes)
+
+    def restart(self, boundary: str) -> None:
+        """Something else ends a step from here on, as if it had from the beginning: all so far was step 0, and it goes on."""
+        first, *others = self.steps
+        for step in others:
+            first.merge(step)
+        first.first, first.count = 0, 1
+        self.steps, self._here, self.step, self._saved_before = [first], first, 0, 0
+        events: list[Any] = [*self.backwards, *self.optimizer_steps, *self.mutations]
+        for event in events:
+            event.step = 0
+        for life in self.lives:
+            life.died_step = 0
+        if self.recorder is not None:
+            self.recorder.steps_begin(boundary)
 
     def step_of(self, number: int) -> int:
         """The step in which a tensor was saved, of merged steps the first; -1 before the watch."""

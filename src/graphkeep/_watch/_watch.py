@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -16,11 +19,19 @@ from graphkeep._errors import ArgumentError, ArgumentTypeError, WatchFailedWarni
 from graphkeep._ledger import LEDGER, Call, Entry
 from graphkeep._units import format_bytes
 from graphkeep._watch import _census, _export, _findings, _postmortem, _tables
+from graphkeep._watch._datafile import DataFile, header
 from graphkeep._watch._finding import Finding, verdict
-from graphkeep._watch._timeline import Life, Timeline
+from graphkeep._watch._frames import Site
+from graphkeep._watch._recorder import Recorder
+from graphkeep._watch._timeline import Life, Moment, Timeline
 
 _log = logging.getLogger("graphkeep")
 Schedule: TypeAlias = Callable[[int], torch.profiler.ProfilerAction]
+# What ends a step: the last of these that the program has shown. A loop that only runs forward comes to its first line again.
+_BOUNDARIES = ("forward", "backward", "optimizer", "own")
+_FORWARD, _BACKWARD, _OPTIMIZER, _OWN = range(4)
+_FIRST_LOOK = 8  # steps; the next ones at twice as many each, for what a local variable holds is gone when a run has ended
+_SHARE = 0.05  # of the time of a run that looks may take, beyond the first three
 
 
 class watch:
@@ -33,12 +44,15 @@ class watch:
     Arguments:
         schedule: as `torch.profiler.schedule` makes it: a function from the number of the step to a
             `torch.profiler.ProfilerAction`; nothing is recorded in a step for which it says ``NONE``. None records all.
+        file: a path; what is seen is written there while the program runs, for `graphkeep report`. Then holders are looked at
+            after 8, 16, 32... steps, too.
 
     Attributes:
         timeline: the record itself.
 
     Raises:
         ArgumentTypeError: `schedule` cannot be called.
+        ArgumentError: when it starts: `file` cannot be written.
 
     Warns:
         WatchFailedWarning: a fault inside graphkeep; the watch ends there, and the program goes on.
@@ -60,7 +74,7 @@ class watch:
     Source: `torch.autograd.graph.saved_tensors_hooks`, `torch.profiler.profile` for the shape of the interface.
     """
 
-    def __init__(self, *, schedule: Schedule | None = None) -> None:
+    def __init__(self, *, schedule: Schedule | None = None, file: str | os.PathLike[str] | DataFile | None = None) -> None:
         if schedule is not None and not callable(schedule):
             raise ArgumentTypeError(
                 f"`schedule` is of type {type(schedule).__name__}",
@@ -68,7 +82,14 @@ class watch:
             )
         self.timeline = Timeline()
         self._schedule = schedule
-        self._running = self._recording = self._own_steps = False
+        self._file = file
+        self._running = self._recording = False
+        self._last_step: int | None = None
+        self._level = -1  # of what ends a step
+        self._repeats: Site | None = None  # the line that a loop came to again
+        self._ended: Moment | None = None
+        self._look_at, self._looked = _FIRST_LOOK, 0.0
+        self._begun = time.monotonic()
         self._handles: list[Any] = []
         self._boundary: Any = None
         self._findings: list[Finding] | None = None
@@ -96,6 +117,8 @@ class watch:
         """
         if self._running:
             raise ArgumentError("this watch is running already", instead="w.stop() first, or another gk.watch()")
+        if self._file is not None:
+            self._open(self._file)
         self._running = True
         self._findings = None
         self._handles = [register_optimizer_step_post_hook(self._optimizer_stepped)]
@@ -103,22 +126,40 @@ class watch:
 
     def stop(self) -> None:
         """End: look at what is alive, and take every hook off. Stopping twice does nothing."""
+        self._end("stopped")
+
+    def _end(self, how: str, error: BaseException | None = None) -> None:
         if not self._running:
             return
+        recorder = self.timeline.recorder
         try:
             with self._guarded():
                 LEDGER.deliver()
                 self.timeline.close()
-                if self._seen != self._state() or not self.timeline.step:  # else the last look saw all there is
+                # else the last look saw all there is
+                if recorder is not None or self._seen != self._state() or not self.timeline.step:
                     self._look(final=True)
+            with self._guarded():
+                if recorder is not None:
+                    recorder.end(how, error)
         finally:  # Ctrl-C, too, while it looks
             self._leave()
             self._running = False
 
     def step(self) -> None:
-        """The end of a step. With the first call an optimizer's step is none any more."""
-        self._own_steps = True
+        """The end of a step. With the first call nothing else ends one any more."""
+        self._rise(_OWN)
         self._next_step()
+
+    def _open(self, file: str | os.PathLike[str] | DataFile) -> None:
+        again = self.timeline.recorder is not None
+        if not isinstance(file, DataFile):
+            file = DataFile(file, again)
+            file.write(header(sys.argv[0] or "python", sys.argv))
+        if again:
+            self.timeline.recorder.file = file
+        else:
+            self.timeline.recorder = Recorder(file, self.timeline)
 
     def _leave(self) -> None:
         self._record(False)
@@ -131,6 +172,8 @@ class watch:
         if wanted and not self._recording:
             # bound anew, so that one call less lies on the way of every saved tensor
             self.saved, self.died, self.used = self.timeline.saved, self.timeline.died, self.timeline.used
+            if self._level < _BACKWARD:
+                self.saved = self._saved_in_loop
             LEDGER.join(self)
         elif not wanted:
             LEDGER.leave(self)
@@ -143,22 +186,69 @@ class watch:
         LEDGER.push()
         ends = False
         with self._guarded():
+            self._rise(_OPTIMIZER)
             self.timeline.optimizer_stepped(optimizer)
             # several optimizers step in one step (GAN): the first one that is still there ends it
             boundary = self._boundary() if self._boundary is not None else None
             if boundary is None:
                 boundary = optimizer
                 self._boundary = self.timeline.optimizer_steps[-1].optimizer
-            ends = boundary is optimizer and not self._own_steps
+            ends = boundary is optimizer and self._level == _OPTIMIZER
         if ends:
             self._next_step()
 
-    def _next_step(self) -> None:
+    def _saved_in_loop(self, entry: Entry) -> None:
+        """Before any backward: the first line that is come to again ends a step, each time."""
+        now = self.timeline.moment()
+        self.timeline.saved(entry)
+        site = entry.mark[0]
+        if site is self._repeats or (self._repeats is None and site.tensors > 1):
+            self._repeats = site
+            self._rise(_FORWARD)
+            self._next_step(now._replace(built=now.built - 1))  # the node that saves it has its number already
+
+    def _begins_step(self, line: Site) -> None:
+        """Before any optimizer's step: when the first backward's line comes again, a step had ended with its last return."""
+        if self._level < _BACKWARD:
+            self._rise(_BACKWARD)
+            self._repeats, self._ended = line, None
+        elif line is self._repeats and self._ended is not None:
+            self._next_step(self._ended)
+            self._ended = None
+
+    def _rise(self, level: int) -> None:
+        """The program has shown something that says better where its steps end: they are counted anew."""
+        if level <= self._level:
+            return
+        self._level = level
+        self.timeline.restart(_BOUNDARIES[level])
+        self._look_at = _FIRST_LOOK
+        if level >= _BACKWARD and self._recording:
+            self.saved = self.timeline.saved
+
+    def _next_step(self, now: Moment | None = None) -> None:
         with self._guarded():
-            self.timeline.next_step()
+            self.timeline.next_step(now)
         wanted = self._wanted(self.timeline.step)  # the program's own function: what it raises is the program's
         if self._running:
             self._record(wanted)
+            with self._guarded():
+                self._look_now_and_then()
+            if self._last_step is not None and self.timeline.step >= self._last_step:
+                self._end("steps")
+
+    def _look_now_and_then(self) -> None:
+        if self.timeline.recorder is None or self.timeline.step < self._look_at:
+            return
+        first = self.timeline.step <= 4 * _FIRST_LOOK
+        if first or self._looked < _SHARE * (time.monotonic() - self._begun):
+            self._look()
+        self._look_at = 2 * self.timeline.step
+
+    def _abandon(self) -> None:
+        """In a forked child: it runs as without a watch, and writes nothing."""
+        self._running = False
+        self._leave()
 
     # what the ledger says ---------------------------------------------------------------------------------------------------
 
@@ -169,15 +259,21 @@ class watch:
     def begins(self, call: Call) -> None:
         """For the ledger."""
         with self._guarded():
+            if self._level <= _BACKWARD:
+                self._begins_step(self.timeline.sites.line(3))
             self.timeline.begins(call)
 
     def ends(self, call: Call, error: BaseException | None) -> None:
         """For the ledger."""
         with self._guarded():
-            self.timeline.ends(call, error)
+            backward = self.timeline.ends(call, error)
+            if backward is not None and backward.site is self._repeats and self._level == _BACKWARD:
+                self._ended = self.timeline.moment()
         if isinstance(error, RuntimeError):
             with self._guarded():
-                _postmortem.annotate(error, call.outputs, self.timeline, LEDGER.mismatch)
+                note = _postmortem.annotate(error, call.outputs, self.timeline, LEDGER.mismatch)
+                if note is not None and self.timeline.recorder is not None:
+                    self.timeline.recorder.note(note, error)
 
     def reused(self, entry: Entry, earlier: int, call: Call) -> None:
         """For the ledger."""
@@ -252,6 +348,7 @@ class watch:
         _export.write_trace(path, self.timeline)
 
     def _look(self, final: bool = False) -> None:
+        begun = time.monotonic()
         collecting = gc.isenabled()
         gc.disable()  # a collection in the middle would free what is being looked at
         try:
@@ -266,10 +363,13 @@ class watch:
                 }
                 for one in held
             ]
+            if self.timeline.recorder is not None:
+                self.timeline.recorder.look(held, self._findings, final)
         finally:
             if collecting:
                 gc.enable()
         self._seen = self._state()
+        self._looked += time.monotonic() - begun
 
     def _state(self) -> tuple[int, int, int]:
         return self.timeline.number, self.timeline.calls_made, self.timeline.step
