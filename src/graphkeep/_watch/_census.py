@@ -86,14 +86,14 @@ def grad_fn(tensor: torch.Tensor) -> Node | None:
         return None
 
 
-def take(timeline: Timeline, seconds: float = 2.0) -> list[Held]:
+def take(timeline: Timeline, seconds: float = 2.0, ended: BaseException | None = None) -> list[Held]:
     """Every graph that is alive, by holder; the largest first."""
     until = time.monotonic() + seconds
     tensors = live_tensors()
     found: list[Held] = []
     try:
         with torch._C.DisableTorchFunction():
-            holders = _find(tensors, seconds)
+            holders = _find(tensors, seconds, ended)
             reached: set[int] = set()
             for holder in holders:
                 roots = [node for i in holder.targets if (node := grad_fn(tensors[i])) is not None]
@@ -126,10 +126,10 @@ def keepers(nodes: set[Node], seconds: float = 2.0) -> list[tuple[Holder, set[No
         tensors.clear()
 
 
-def _find(tensors: list[torch.Tensor], seconds: float) -> list[Holder]:
+def _find(tensors: list[torch.Tensor], seconds: float, ended: BaseException | None = None) -> list[Holder]:
     """Holders of the program's; what a node holds by an entry of ours is no holder."""
     ours = {id(obj) for obj in instances(_saved.Packed)} | {id(tensors)}
-    return [h for h in find(tensors, ignore=ours, seconds=seconds) if h.kind != "unknown"]
+    return [h for h in find(tensors, ignore=ours, seconds=seconds, ended=ended) if h.kind != "unknown"]
 
 
 def _above(nodes: set[Node], roots: Iterable[Node]) -> set[Node]:

@@ -129,6 +129,17 @@ def header(program: str, argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def said(error: BaseException | None) -> str | None:
+    """An exception's type and message."""
+    if error is None:
+        return None
+    try:
+        text = str(error)
+    except Exception:  # the program's own class; there is nothing to say then
+        text = ""
+    return f"{type(error).__name__}: {text}".rstrip(": ")[:10_000]
+
+
 def _environment(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else default

@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import CellType, FrameType, FunctionType, MethodType, ModuleType
+from types import CellType, FrameType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -62,7 +62,9 @@ class Holder:
     detail: str | None = None
 
 
-def find(targets: Sequence[object], *, ignore: Container[int] = (), seconds: float = 2.0) -> list[Holder]:
+def find(
+    targets: Sequence[object], *, ignore: Container[int] = (), seconds: float = 2.0, ended: BaseException | None = None
+) -> list[Holder]:
     """Who holds some objects, other than weakly and other than graphkeep and its callers.
 
     Runs no code of the program's, and leaves nothing behind. An object that nothing in Python refers to has no holder here.
@@ -71,11 +73,12 @@ def find(targets: Sequence[object], *, ignore: Container[int] = (), seconds: flo
         targets: tensors, nodes, modules. What one container holds of them is one holder.
         ignore: ids of objects that never count as holders.
         seconds: when to stop looking. The last holder then says so; its kind is ``unknown``.
+        ended: an exception that ends the program: the functions it came through count as running.
     """
     collecting = gc.isenabled()
     gc.disable()  # it would run again and again for what is looked at here, and run the program's finalizers
     try:
-        return _Search(targets, ignore, seconds).holders()
+        return _Search(targets, ignore, seconds, ended).holders()
     finally:
         if collecting:
             gc.enable()
@@ -87,7 +90,7 @@ def find(targets: Sequence[object], *, ignore: Container[int] = (), seconds: flo
 class _Names:
     """The globals of modules, and the variables of the functions that run in any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, ended: BaseException | None) -> None:
         self.spaces: dict[int, Place] = {}  # by the dict's id; the base is what stands before a global's name
         self.locals: dict[int, list[Place]] = {}  # by the value's id, the outermost frame first
         self.borrowed: dict[int, Place] = {}  # `self`, and what a function has from the function around it
@@ -101,9 +104,10 @@ class _Names:
         self._handled = {id(error[1] if type(error) is tuple else error) for error in handled if error is not None}
         innermost = sys._current_frames()
         del innermost[threading.get_ident()]  # a variable that leads to its own frame is a cycle
-        self._add_frames(sys._getframe(1))
-        for frame in innermost.values():
-            self._add_frames(frame)
+        for frame in (sys._getframe(1), *innermost.values()):
+            self._add_frames(_up(frame))
+        traceback = ended.__traceback__ if ended is not None else None
+        self._add_frames([one.tb_frame for one in _along(traceback)][::-1])
 
     def _add_space(self, space: Any, name: str | None, file: str | None = None) -> None:
         if id(space) in self.spaces or not issubclass(type(space), dict):
@@ -120,14 +124,14 @@ class _Names:
             rest = f"of {clean(name if short == '__init__.py' else short)}"
             self.spaces[id(space)] = Place("", "global", rest, "global", file=file)
 
-    def _add_frames(self, innermost: FrameType | None) -> None:
+    def _add_frames(self, frames: Iterable[FrameType]) -> None:
+        """Take in frames of one thread, the innermost first."""
         stack = []
-        while innermost is not None:
-            if id(innermost.f_globals) in self._own:
-                self._held_by_own.update(id(value) for _, value in frame_locals(innermost))
+        for frame in frames:
+            if id(frame.f_globals) in self._own:
+                self._held_by_own.update(id(value) for _, value in frame_locals(frame))
             else:
-                stack.append(innermost)
-            innermost = innermost.f_back
+                stack.append(frame)
         for frame in reversed(stack):
             self._frames[id(frame)] = frame
             code = frame.f_code
@@ -198,14 +202,26 @@ class _Names:
         return _LIBRARY, At(Place(f"{module}.{name}" if module else name, "class attribute", "", "class"))
 
 
+def _up(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _along(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
 # the search
 
 
 class _Search:
-    def __init__(self, targets: Sequence[object], ignore: Container[int], seconds: float) -> None:
+    def __init__(self, targets: Sequence[object], ignore: Container[int], seconds: float, ended: BaseException | None) -> None:
         self._targets = list(targets)
         self._seconds, self._until = seconds, time.monotonic() + seconds
-        self._names = names = _Names()
+        self._names = names = _Names(ended)
         mine = (id(targets), id(self._targets))
         skipped = lambda obj: id(obj) in ignore or id(obj) in mine or names.skipped(obj)  # noqa: E731
         self._climb = Climb(names.named, skipped, self._until)

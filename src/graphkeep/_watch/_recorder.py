@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphkeep._watch._census import Held
-from graphkeep._watch._datafile import DataFile
+from graphkeep._watch._datafile import DataFile, said
 from graphkeep._watch._finding import Finding
 from graphkeep._watch._frames import Site, short
 from graphkeep._watch._timeline import Backward, Life, Mutation, OptimizerStep, Step, Timeline
@@ -122,7 +122,7 @@ class Recorder:
     def note(self, text: str, error: BaseException) -> None:
         """A backward that failed was explained."""
         first = text.split(":", maxsplit=1)[0].split()
-        self._write("note", id=first[-1] if first else "", text=text, error=_said(error))
+        self._write("note", id=first[-1] if first else "", text=text, error=said(error))
 
     def look(self, held: Sequence[Held], findings: Sequence[Finding], final: bool) -> None:
         """Somebody has looked at what is alive."""
@@ -136,7 +136,7 @@ class Recorder:
         """The watch ends."""
         self._write_step()
         self._write_totals()
-        self._write("end", how=how, error=None if error is None else _said(error), s=self.seconds)
+        self._write("end", how=how, error=said(error), s=self.seconds)
         self.file.close()
 
     # writing ----------------------------------------------------------------------------------------------------------------
@@ -219,11 +219,3 @@ class Recorder:
         if text and len(text) <= min(_SOURCE, self._room):
             self._room -= len(text)
             self._write("source", file=file, text=text)
-
-
-def _said(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception:  # the program's own class; there is nothing to say then
-        text = ""
-    return f"{type(error).__name__}: {text}".rstrip(": ")[:10_000]

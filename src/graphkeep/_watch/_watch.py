@@ -84,6 +84,7 @@ class watch:
         self._schedule = schedule
         self._file = file
         self._running = self._recording = False
+        self._error: BaseException | None = None  # by which the program ends
         self._last_step: int | None = None
         self._level = -1  # of what ends a step
         self._repeats: Site | None = None  # the line that a loop came to again
@@ -131,7 +132,7 @@ class watch:
     def _end(self, how: str, error: BaseException | None = None) -> None:
         if not self._running:
             return
-        recorder = self.timeline.recorder
+        recorder, self._error = self.timeline.recorder, error
         try:
             with self._guarded():
                 LEDGER.deliver()
@@ -144,7 +145,7 @@ class watch:
                     recorder.end(how, error)
         finally:  # Ctrl-C, too, while it looks
             self._leave()
-            self._running = False
+            self._running, self._error = False, None
 
     def step(self) -> None:
         """The end of a step. With the first call nothing else ends one any more."""
@@ -352,7 +353,7 @@ class watch:
         collecting = gc.isenabled()
         gc.disable()  # a collection in the middle would free what is being looked at
         try:
-            held = _census.take(self.timeline)
+            held = _census.take(self.timeline, ended=self._error)
             self._findings = _findings.find(self.timeline, held, final)
             self._held = [
                 {

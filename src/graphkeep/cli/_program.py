@@ -50,7 +50,7 @@ def script(path: str, arguments: Sequence[str]) -> Program:
     """
     spec = None if _is_source(path) else importlib.machinery.PathFinder.find_spec("__main__", [path])
     if spec is not None:
-        return Program(path, [path, *arguments], path, lambda: _code(spec), spec, str(spec.origin))
+        return Program(path, [path, *arguments], os.path.abspath(path), lambda: _code(spec), spec, str(spec.origin))
     instead = "the path of a Python script, or -m and the name of a module"
     if os.path.isdir(path):
         raise ArgumentError("this folder has no __main__.py", where=path, instead=instead)

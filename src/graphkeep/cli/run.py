@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import gc
 import logging
 import os
+import shlex
+import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 from graphkeep._errors import ArgumentError, GraphkeepError
-from graphkeep._watch._datafile import DataFile, header
+from graphkeep._watch._datafile import DataFile, header, said
 from graphkeep.cli import _program
 from graphkeep.cli._on_import import AfterImport
 
@@ -85,13 +88,16 @@ class Session:
         self._args = args
         name = f"-m {args.program}" if args.module else args.program
         first = header(name, [args.program, *args.arguments])
-        self.rank, several = first["rank"], first["world_size"] > 1
-        self.file = DataFile(_path(args, self.rank if several else None))
+        self.rank, self.ranks = first["rank"], first["world_size"]
+        path = _path(args, self.rank if self.ranks > 1 else None)
+        self.file = DataFile(os.path.abspath(path))  # the program may change its folder
+        self._command = f"graphkeep report {shlex.quote(path)}"
         self.file.write(first)
         self.file.flush()
         self._process = os.getpid()
         self._watch: watch | None = None
-        self._how, self._error = "finished", None
+        self._how = "finished"
+        self._error: BaseException | None = None
         self._code: object = 0
         # registered first, so it runs last: after the program's own, and after its threads have ended
         atexit.register(self.finish)
@@ -125,11 +131,10 @@ class Session:
         if isinstance(error, SystemExit):
             self._code = error.code
             self._how = "finished" if error.code in (None, 0) else "exit"
-        else:
-            self._how, self._error, self._code = "raised", error, 1
-        if self._watch is not None and self._how != "finished":
-            with contextlib.suppress(Exception):
-                self._watch.findings  # noqa: B018 asking is looking
+            return
+        self._how, self._error, self._code = "raised", error, 1
+        if self._watch is not None:
+            self._watch._end(self._how, error)
 
     def finish(self) -> None:
         """After everything else."""
@@ -138,11 +143,15 @@ class Session:
         error, self._error = self._error, None
         try:
             if self._watch is not None:
+                if gc.isenabled():  # what only waits for the collector is no leak of a program that has ended
+                    gc.collect()
                 self._watch._end(self._how, error)
             else:
-                self.file.write({"type": "end", "how": self._how, "error": error and type(error).__name__, "s": 0.0})
+                self.file.write({"type": "end", "how": self._how, "error": said(error), "s": 0.0, "torch": False})
             self.file.close()
             self._say()
+            if isinstance(error, KeyboardInterrupt):
+                _die()
         except (OSError, GraphkeepError) as fault:  # the disk is full, stderr is closed: the program has ended well
             logging.getLogger("graphkeep").error("the end of the data file could not be written", exc_info=fault)
 
@@ -156,18 +165,15 @@ class Session:
         if not self._args.quiet and self.rank == 0:
             from graphkeep.report._verdict import verdict
 
-            sys.stdout.flush()
-            print(f"{verdict(seen)}\n         graphkeep report {_shell(self.file.path)}", file=sys.stderr, flush=True)
+            others = f"  # this was rank 0, the report has all {self.ranks}" if self.ranks > 1 else ""
+            _flush()
+            print(f"{verdict(seen)}\n         {self._command}{others}", file=sys.stderr, flush=True)
         if self._args.open and self.rank == 0:
             from graphkeep.cli import report
 
             report.show(self.file.path)
         if fails and self._code in (None, 0):
-            logging.shutdown()
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):
-                    stream.flush()
-            os._exit(FAILED)  # an exit code cannot be changed any more by other means
+            _leave(FAILED)
 
     def _fails(self, seen: Run) -> bool:
         leaks = any(finding.severity in _GROWS for finding in seen.findings)
@@ -184,7 +190,21 @@ def _path(args: argparse.Namespace, rank: int | None) -> str:
     return f"{name}.{os.getpid() if rank is None else os.getppid()}{mark}.graphkeep"
 
 
-def _shell(path: Any) -> str:
-    import shlex
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the program may have closed it, or put something else in its place
+            stream.flush()
 
-    return shlex.quote(os.fspath(path))
+
+def _leave(code: int) -> NoReturn:
+    """Exit with a code of ours: an `atexit` function cannot change it by other means."""
+    logging.shutdown()
+    _flush()
+    os._exit(code)
+
+
+def _die() -> None:
+    """As `python` ends after Ctrl-C, so that the shell sees it and stops, too."""
+    _flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)

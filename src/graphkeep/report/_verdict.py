@@ -50,7 +50,7 @@ def verdict(run: Run) -> Verdict:
 def _of_note(run: Run) -> Verdict:
     note = run.notes[-1]
     first, *lines = note.text.splitlines()
-    said = [line.strip() for line in lines]
+    said = [" ".join(line.split()) for line in lines]
     instead = [line.removeprefix("write instead: ") for line in said if line.startswith("write instead: ")]
     why = [line for line in said if not line.startswith("write instead: ")]
     return Verdict(first.removeprefix("graphkeep "), "; ".join(why) or note.error, instead[0] if instead else "see the note")
@@ -65,6 +65,8 @@ def _nothing(run: Run) -> Verdict:
             "the launcher first: torchrun ... -m graphkeep run train.py ...",
         )
     why = "nothing was saved for a backward in this process"
+    if run.torch is False:
+        why = "the program did not import torch"
     if run.how == "raised":
         why = f"the program raised {(run.error or '').splitlines()[0]} before anything was saved for a backward"
     return Verdict("no graph was seen", why, "run the process that trains: processes that a program starts are not followed")
