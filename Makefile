@@ -10,16 +10,19 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check fmt bench clean
+.PHONY: help demo test test-browser check fmt bench clean
 
 help: ## list these commands
-	@sed -n 's/^\([a-z][a-z]*\):.*## \(.*\)/  make \1@\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F@ '{ printf "%-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F@ '{ printf "%-19s %s\n", $$1, $$2 }'
 
 demo: $(STAMP) ## run the demo
 	@$(PY) -m graphkeep demo
 
 test: $(STAMP) ## run the tests
 	@$(PY) -m pytest -n 2 --dist loadfile
+
+test-browser: $(STAMP) ## run the tests of the report's page in chromium
+	@$(PY) -m pytest tests/browser
 
 check: $(STAMP) ## lint, formatting and types
 	@$(PY) -m ruff check .
