@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,12 +51,13 @@ def test_every_figure_is_there(ways: dict[str, dict[str, float]]) -> None:
 
 
 def test_the_table_is_printed_without_control_codes_and_the_last_line_says_what_it_shows(
-    ways: dict[str, dict[str, float]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ways: dict[str, dict[str, float]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     # the run itself is not repeated: capsys is no terminal, which is what this is about
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(_digits, "compare", lambda *_: [result(**way) for way in ways.values()])
-    assert main(["demo"]) == 0
+    page = tmp_path / "page.html"
+    assert main(["demo", "--page", str(page)]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     assert "\x1b" not in printed.out
@@ -63,9 +65,14 @@ def test_the_table_is_printed_without_control_codes_and_the_last_line_says_what_
     assert "…" not in printed.out
     for name in demo.NAMES.values():
         assert name in printed.out
-    last = printed.out.splitlines()[-1]
-    assert "gk.cut takes" in last
-    assert "gradients agree" in last
+    *_, shows, _, opens, where = printed.out.splitlines()
+    assert "gk.cut takes" in shows
+    assert "gradients agree" in shows
+    assert "Open it in a browser" in opens
+    assert where.strip() == page.as_uri()
+    text = page.read_text(encoding="utf-8")
+    assert "GK101" in text
+    assert "losses.append(loss)" in text
 
 
 def test_without_scikit_learn_the_error_says_what_to_install(

@@ -57,18 +57,38 @@ AS_IT_WAS = {
     "exception without a text": "class E(Exception):\n    def __str__(self): raise RuntimeError('no text')\nraise E",
     "Ctrl-C": "raise KeyboardInterrupt",
     "generator exit": "raise GeneratorExit",
-    "excepthook of its own": "import sys\nsys.excepthook = lambda t, e, tb: print('hook', t, e, tb.tb_frame.f_code.co_name, tb.tb_next)\n1 / 0",
+    "excepthook of its own": """
+        import sys
+        sys.excepthook = lambda t, e, tb: print("hook", t, e, tb.tb_frame.f_code.co_name, tb.tb_next)
+        1 / 0
+        """,
     "syntax error": "def f(:\n",
     "bad indent": "if 1:\nprint(2)",
     "atexit": "import atexit\natexit.register(print, 'last')\nprint('first')",
     "atexit after an exception": "import atexit\natexit.register(print, 'last')\n1 / 0",
-    "thread outlives the last line": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.2), print('thread'))).start()\nprint('main')",
+    "thread outlives the last line": """
+        import threading, time
+        threading.Thread(target=lambda: (time.sleep(.2), print("thread"))).start()
+        print("main")
+        """,
     "thread raises": "import threading\nt = threading.Thread(target=lambda: 1 / 0, name='T'); t.start(); t.join(); print('ok')",
     "executor": "from concurrent.futures import ThreadPoolExecutor\nprint(list(ThreadPoolExecutor(2).map(abs, [-1, -2])))",
     "warning": "import warnings; warnings.warn('careful')",
     "stdin": "import sys; print(sys.stdin.read().upper())",
-    "fork": "import os, sys\npid = os.fork()\nif not pid:\n    print('child'); sys.exit(3)\nprint(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))",
-    "fork raises": "import os\npid = os.fork()\nif not pid:\n    1 / 0\nprint(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))",
+    "fork": """
+        import os, sys
+        pid = os.fork()
+        if not pid:
+            print("child"); sys.exit(3)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        """,
+    "fork raises": """
+        import os
+        pid = os.fork()
+        if not pid:
+            1 / 0
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        """,
     "spawn": """
         import multiprocessing as mp
         def work(q): q.put(__name__)
@@ -78,8 +98,17 @@ AS_IT_WAS = {
                 print(way, q.get()); p.join(); print(p.exitcode)
         """,
     "pickle": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A, A.__module__)",
-    "pickle at exit": "import atexit, pickle\nclass A: pass\natexit.register(lambda: print(type(pickle.loads(pickle.dumps(A())))))",
-    "main is importable": "import sys\nx = 3\nimport __main__\nprint(__main__.x, sys.modules['__main__'].__dict__ is globals())",
+    "pickle at exit": """
+        import atexit, pickle
+        class A: pass
+        atexit.register(lambda: print(type(pickle.loads(pickle.dumps(A())))))
+        """,
+    "main is importable": """
+        import sys
+        x = 3
+        import __main__
+        print(__main__.x, sys.modules["__main__"].__dict__ is globals())
+        """,
     "closed stdout": "import sys; print('a'); sys.stdout.close()",
     "signal": "import os, signal; print('a', flush=True); os.kill(os.getpid(), signal.SIGTERM)",
     "dies of SIGKILL": "import os, signal; print('a', flush=True); os.kill(os.getpid(), signal.SIGKILL)",
@@ -109,7 +138,16 @@ def test_a_program_does_the_same(name: str, tmp_path: Path) -> None:
     assert read(file).header["argv"] == ["train.py", "--lr", "0.1", "-o", "x"]
 
 
-PACKAGE = {"pkg/__init__.py": "print('init')", "pkg/__main__.py": "import sys; from . import other; print(sys.argv[1:], __spec__.name, __package__, sys.path[0])", "pkg/other.py": "print(__name__)", "pkg/sub.py": "import sys; print(__name__, __spec__.name, sys.argv)"}  # fmt: skip
+PACKAGE = {
+    "pkg/__init__.py": "print('init')",
+    "pkg/__main__.py": """
+        import sys
+        from . import other
+        print(sys.argv[1:], __spec__.name, __package__, sys.path[0])
+        """,
+    "pkg/other.py": "print(__name__)",
+    "pkg/sub.py": "import sys; print(__name__, __spec__.name, sys.argv)",
+}
 
 
 @pytest.mark.parametrize("module", ["pkg", "pkg.sub", "json.tool"])
@@ -165,7 +203,7 @@ def test_the_loader_of_torch_is_its_own_again(tmp_path: Path) -> None:
     assert call([*OURS, "train.py"], tmp_path).stdout == call([*PLAIN, "train.py"], tmp_path).stdout
 
 
-# --- bad input -----------------------------------------------------------------------------------------------------------------
+# --- bad input ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

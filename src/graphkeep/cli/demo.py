@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphkeep import __version__
+from graphkeep._errors import GraphkeepError
 from graphkeep._units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +35,10 @@ _TOLERANCE = 1e-5
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--steps", type=_count, default=20, metavar="N", help="timed steps each way (default: 20)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument(
+        "--page", default="graphkeep-demo.html", metavar="OUT", help="where the report page goes (default: graphkeep-demo.html)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table; no page")
 
 
 def _count(text: str) -> int:
@@ -62,7 +70,30 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     console.print(_table(results))
     console.print(closing(results), highlight=False, soft_wrap=True)
+    with errors.status("watching a run of its own, for the page"):
+        page = _page(Path(args.page).absolute())
+    console.print(f"\nA report page of a run of its own is written. Open it in a browser:\n  {page.as_uri()}", soft_wrap=True)
     return 0
+
+
+def _page(path: Path) -> Path:
+    """Run a program under `graphkeep run` and write its page."""
+    from graphkeep.report import html
+    from graphkeep.report._read import read
+
+    with tempfile.TemporaryDirectory(prefix="graphkeep-demo-") as folder:
+        program, file = Path(folder, "train.py"), Path(folder, "train.graphkeep")
+        program.write_text(Path(__file__).with_name("train.py.txt").read_text(encoding="utf-8"), encoding="utf-8")
+        command = [sys.executable, "-m", "graphkeep", "run", "-q", "-o", file.name, program.name]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise GraphkeepError(
+                f"the demo's own run ended with exit code {done.returncode}",
+                where=done.stderr.strip(),
+                instead="graphkeep demo --json",
+            )
+        html.write([read(file)], path)
+    return path
 
 
 def _table(results: list[Result]) -> Table:
