@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from graphkeep import __version__
 from graphkeep._errors import GraphkeepError
-from graphkeep.cli import demo
+from graphkeep.cli import compare, demo, live, report, rule, run
 
-_COMMANDS = {"demo": demo}
+_COMMANDS = {"run": run, "report": report, "compare": compare, "rule": rule, "live": live, "demo": demo}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         leaves through argparse's ``SystemExit(2)``; any other exception is a bug and is not caught.
     """
     args = _parser().parse_args(argv)
+    if args.command == "run":
+        return run.run(args)  # what the program raises, Ctrl-C too, goes on to the interpreter
     try:
         return int(args.run(args))
     except GraphkeepError as error:

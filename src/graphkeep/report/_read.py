@@ -6,11 +6,11 @@ that was cut off gives what had been written.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from typing import Any
 from graphkeep._errors import DataFileError
 from graphkeep._watch._datafile import FORMAT, SCHEMA_VERSION
 from graphkeep._watch._finding import Finding
+from graphkeep.report._lines import Unpacker
 from graphkeep.report._run import Backward, Holder, Life, Look, Note, Run, Sample, Site, Step
 
-_MOST = 2 << 30  # bytes of text that a file may unpack to: a small file can unpack to any size
 _BLOCK = 1 << 20
-_OURS = "the path of a file that `graphkeep run` has written"
+_LARGEST = 1 << 63  # a larger number is no number of bytes, and does not fit into a float for long
 
 
 def read(path: str | os.PathLike[str]) -> Run:
@@ -31,33 +31,89 @@ def read(path: str | os.PathLike[str]) -> Run:
     Raises:
         DataFileError: it does not exist, is no data file, is of a newer graphkeep, or is damaged from its first line on.
     """
-    path = Path(path)
-    lines = _lines(path)
-    first = next(lines, b"")
-    header = _record(first)
+    builder = Builder(Path(path))
+    try:
+        with builder.path.open("rb") as file:
+            while not builder.damaged and (block := file.read(_BLOCK)):
+                builder.feed(block)
+    except OSError as error:
+        raise unreadable(builder.path, error) from error
+    if builder.run is None:
+        raise foreign(builder.path)
+    return builder.run
+
+
+class Builder:
+    """A run, put together out of a file's pieces.
+
+    Attributes:
+        run: None until the first line is there.
+        damaged: whether nothing behind what was read can be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run: Run | None = None
+        self._unpacker = Unpacker(path)
+
+    @property
+    def damaged(self) -> bool:
+        return self._unpacker.damaged
+
+    def feed(self, data: bytes) -> None:
+        """Take in the next piece.
+
+        Raises:
+            DataFileError: this is no data file, or one of a newer graphkeep.
+        """
+        for line in self._unpacker.feed(data):
+            record = _record(line)
+            if self.run is None:
+                self.run = _begin(self.path, record)
+            elif record is None or not add(self.run, record):
+                self.run.unread += 1
+        if self._unpacker.damaged:
+            if self.run is None:
+                raise foreign(self.path)
+            self.run.unread += 1  # at least: what lies behind cannot be counted
+
+
+def _begin(path: Path, header: dict[str, Any] | None) -> Run:
     if header is None or header.get("type") != "header" or header.get("format") != FORMAT:
-        raise DataFileError(
-            "this is no data file of graphkeep's, or it is damaged from its first line on",
-            where=str(path),
-            instead=_OURS,
-        )
+        raise foreign(path)
     version = header.get("schema_version")
-    if not isinstance(version, int) or isinstance(version, bool) or version > SCHEMA_VERSION:
+    if not isinstance(version, int) or not _is_number(version):
+        raise foreign(path)
+    if version > SCHEMA_VERSION:
+        writer = header.get("graphkeep")
         raise DataFileError(
-            f"schema_version is {version!r}, this graphkeep reads up to {SCHEMA_VERSION}",
+            f"it is of a newer graphkeep: schema_version is {version}, this graphkeep reads up to {SCHEMA_VERSION}",
             where=str(path),
-            instead=f"the graphkeep that wrote it ({header.get('graphkeep')!r}), or a newer one",
+            instead=f"the graphkeep that wrote it{f' ({writer[:40]!r})' if isinstance(writer, str) else ''}, or a newer one",
         )
-    run = Run(path, header)
-    for line in lines:
-        record = _record(line)
-        if record is None or not add(run, record):
-            run.unread += 1
-    return run
+    return Run(path, {key: value for key, value in header.items() if _HEADER.get(key, _is_plain)(value)})
+
+
+def foreign(path: Path) -> DataFileError:
+    return DataFileError(
+        "this is no data file of graphkeep's, or it is damaged from its first line on",
+        where=str(path),
+        instead="the path of a file that `graphkeep run` has written",
+    )
+
+
+def unreadable(path: Path, error: OSError) -> DataFileError:
+    return DataFileError(
+        f"it cannot be read: {error.strerror or error}", where=str(path), instead="the path that `graphkeep run` has printed"
+    )
 
 
 def read_all(paths: Iterable[str | os.PathLike[str]]) -> list[Run]:
-    """Read data files, and for the file of one rank those of the others beside it; sorted by rank."""
+    """Read data files, and for the file of one rank those of the others beside it, if they can be read; sorted by rank.
+
+    Raises:
+        DataFileError: one of `paths` cannot be read.
+    """
     found: dict[Path, Run] = {}
     for path in map(Path, paths):
         run = read(path)
@@ -65,9 +121,10 @@ def read_all(paths: Iterable[str | os.PathLike[str]]) -> list[Run]:
         if _int(run.header.get("world_size")) > 1:
             for other in siblings(path):
                 if other.resolve() not in found:
-                    candidate = read(other)
-                    if candidate.header.get("group") == run.header.get("group"):
-                        found[other.resolve()] = candidate
+                    with contextlib.suppress(DataFileError):  # of a rank that was killed before its first line, or foreign
+                        candidate = read(other)
+                        if candidate.header.get("group") == run.header.get("group"):
+                            found[other.resolve()] = candidate
     return sorted(found.values(), key=lambda run: (run.rank, str(run.path)))
 
 
@@ -77,43 +134,17 @@ def siblings(path: Path) -> list[Path]:
     if not stem or not ending.partition(".")[0].isdigit():
         return []
     suffix = ending.partition(".")[2]
-    named = (p for p in path.parent.iterdir() if p.name.startswith(stem + ".rank") and p.name.endswith("." + suffix))
-    return sorted(p for p in named if p.name[len(stem) + 5 :].partition(".")[0].isdigit())
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Whole lines, as far as the file can be unpacked; a last line without an end is one that was being written."""
-    unpack = zlib.decompressobj(wbits=31)
-    rest, size = b"", 0
     try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                while block:
-                    try:
-                        text = unpack.decompress(block, _BLOCK)
-                    except zlib.error:
-                        return  # damaged here: what came before is sound, for lines are whole
-                    size += len(text)
-                    if size > _MOST:
-                        raise DataFileError(
-                            "it unpacks to more than 2 GiB", where=str(path), instead="a file that graphkeep wrote"
-                        )
-                    block = unpack.unconsumed_tail
-                    *lines, rest = (rest + text).split(b"\n")
-                    yield from lines
-                    if unpack.eof:
-                        return
-    except OSError as error:
-        raise DataFileError(
-            f"it cannot be read: {error.strerror or error}",
-            where=str(path),
-            instead="the path that `graphkeep run` has printed",
-        ) from error
+        beside = list(path.parent.iterdir())
+    except OSError:  # a folder may let its files be read and not be listed
+        return []
+    named = (p for p in beside if p.name.startswith(stem + ".rank") and p.name.endswith("." + suffix))
+    return sorted(p for p in named if p.name[len(stem) + 5 :].partition(".")[0].isdigit())
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line, parse_constant=_no_constant)
+        record = json.loads(line, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
@@ -121,6 +152,13 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 def _no_constant(name: str) -> None:
     raise ValueError(name)
+
+
+def _finite(text: str) -> float:
+    value = float(text)  # of 1e999: infinity
+    if math.isinf(value):
+        raise ValueError(text)
+    return value
 
 
 def add(run: Run, record: dict[str, Any]) -> bool:
@@ -140,10 +178,30 @@ def _int(value: Any) -> int:
     return value if type(value) is int else 0
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and abs(value) < _LARGEST
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | bool | float) or _is_number(value)
+
+
+# What a header's keys have to be; others are left out, so that nobody who shows them has to ask again.
+_HEADER: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("graphkeep", "torch", "python", "program", "cwd", "host", "started", "group"), _is_text),
+    **dict.fromkeys(("pid", "rank", "world_size"), _is_number),
+    "argv": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+}
+
+
 def _number(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not _is_number(value):
         raise TypeError
-    return value
+    return int(value)
 
 
 def _maybe(value: Any) -> int | None:
@@ -164,6 +222,10 @@ def _text(value: Any) -> str:
 
 def _maybe_text(value: Any) -> str | None:
     return None if value is None else _text(value)
+
+
+def _header(run: Run, r: dict[str, Any]) -> None:
+    run.how = run.error = None  # a watch that was started again
 
 
 def _source(run: Run, r: dict[str, Any]) -> None:
@@ -187,6 +249,8 @@ _STEP = ("count", "at", "tensors", "bytes", "peak", "left", "backwards")
 
 def _step(run: Run, r: dict[str, Any]) -> None:
     step = Step(_number(r["first"]), s=_float(r["s"]), **{key: _number(r[key]) for key in _STEP})
+    if step.count < 1:
+        raise ValueError
     run.steps.append(step)
     run.peak = max(run.peak, step.peak)
     run.seconds = max(run.seconds, step.s)
@@ -211,6 +275,14 @@ def _backward(run: Run, r: dict[str, Any]) -> None:
     said = {key: r[key] is True for key in ("retain_graph", "create_graph", "failed", "reused")}
     numbers = {key: _number(r[key]) for key in ("number", "step", "at", "kept_bytes")}
     run.backwards.append(Backward(site=_maybe(r["site"]), **said, **numbers))  # type: ignore[arg-type]
+
+
+def _reused(run: Run, r: dict[str, Any]) -> None:
+    number = _number(r["number"])
+    for backward in reversed(run.backwards):
+        if backward.number <= number:
+            backward.reused = backward.reused or backward.number == number
+            return
 
 
 def _optimizer_step(run: Run, r: dict[str, Any]) -> None:
@@ -259,6 +331,8 @@ def _finding(f: dict[str, Any]) -> Finding:
 
 
 def _note(run: Run, r: dict[str, Any]) -> None:
+    if not _text(r["text"]).strip():
+        raise ValueError
     run.notes.append(Note(_text(r["id"]), _text(r["text"]), _text(r["error"])))
 
 
@@ -279,10 +353,12 @@ def _summed(run: Run, number: Any, op: Any, *counts: Any) -> Site:
 
 def _end(run: Run, r: dict[str, Any]) -> None:
     run.how, run.error = _text(r["how"]), _maybe_text(r["error"])
+    run.torch = r.get("torch") is not False
     run.seconds = max(run.seconds, _float(r["s"]))
 
 
 _ADD: dict[Any, Callable[[Run, dict[str, Any]], None]] = {
+    "header": _header,
     "source": _source,
     "site": _site,
     "steps_begin": _steps_begin,
@@ -290,6 +366,7 @@ _ADD: dict[Any, Callable[[Run, dict[str, Any]], None]] = {
     "sample": _sample,
     "life": _life,
     "backward": _backward,
+    "reused": _reused,
     "optimizer_step": _optimizer_step,
     "mutation": _mutation,
     "look": _look,
