@@ -70,3 +70,8 @@ def __getattr__(name: str) -> _Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def load_ipython_extension(ipython: _Any) -> None:
+    """For ``%load_ext graphkeep``."""
+    _import_module("graphkeep.integrations.jupyter").load(ipython)

@@ -1,0 +1,1 @@
+"""Faces for other programs: pytest, Jupyter, Lightning, Hugging Face, Accelerate. Each is imported only when asked for."""
