@@ -71,7 +71,7 @@ def bands(run: Run, axis: Axis, points: int, short: Callable[[str], str]) -> dic
         samples, first, last = [Sample(0, 0, 0.0, 0, []), *samples], first + 1, last + 1
     return {
         "thinned": [first, last],
-        "x": [axis.first, *(axis.x(sample.at) for sample in samples[1:])],
+        "x": [axis.x(sample.at) if i else axis.first for i, sample in enumerate(samples)],
         "total": [sample.bytes for sample in samples],
         "line": _stack(run, samples, lambda site: f"{short(site.file)}:{site.line}"),
         "module": _stack(run, samples, lambda site: shorten(site.module or NO_MODULE, _NAME)),
