@@ -31,7 +31,8 @@ Schedule: TypeAlias = Callable[[int], torch.profiler.ProfilerAction]
 _BOUNDARIES = ("forward", "backward", "optimizer", "own")
 _FORWARD, _BACKWARD, _OPTIMIZER, _OWN = range(4)
 _FIRST_LOOK = 8  # steps; the next ones at twice as many each, for what a local variable holds is gone when a run has ended
-_SHARE = 0.05  # of the time of a run that looks may take, beyond the first three
+_SHARE = 0.05  # of the time of a run that looks may take, and of the first three
+_FIRST_SHARE = 0.25
 
 
 class watch:
@@ -241,8 +242,8 @@ class watch:
     def _look_now_and_then(self) -> None:
         if self.timeline.recorder is None or self.timeline.step < self._look_at:
             return
-        first = self.timeline.step <= 4 * _FIRST_LOOK
-        if first or self._looked < _SHARE * (time.monotonic() - self._begun):
+        share = _FIRST_SHARE if self.timeline.step <= 4 * _FIRST_LOOK else _SHARE
+        if not self._looked or self._looked < share * (time.monotonic() - self._begun):
             self._look()
         self._look_at = 2 * self.timeline.step
 

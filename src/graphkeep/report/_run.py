@@ -136,6 +136,7 @@ class Run:
         calls: ``(site, calls, retain_graph, reused, create_graph, most_kept)``.
         error: what the program raised, or None.
         how: how it ended; None if the file was cut off.
+        torch: whether the program imported it.
         unread: how many lines could not be read; 0 in a sound file.
     """
 
@@ -157,6 +158,7 @@ class Run:
     calls: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
     peak: int = 0
     how: str | None = None
+    torch: bool = True
     error: str | None = None
     seconds: float = 0.0
     unread: int = 0
@@ -171,8 +173,11 @@ class Run:
     def findings(self) -> list[Finding]:
         """What is wrong, the gravest first: of the last look while the program ran, and of that at its end."""
         found: dict[tuple[str, str], Finding] = {}
+        said: set[tuple[str, str]] = set()  # the same growth by another name: what a local variable held, a global one may
         for look in self.shown_looks:
-            for finding in look.findings:
+            new = [finding for finding in look.findings if (finding.id, _growth(finding)) not in said]
+            said |= {(finding.id, _growth(finding)) for finding in new}
+            for finding in new:
                 found.setdefault((finding.id, finding.where or finding.what), finding)
         return sorted(found.values(), key=lambda f: SEVERITIES.index(f.severity) if f.severity in SEVERITIES else 0)
 
@@ -197,3 +202,8 @@ class Run:
             return -1 + at / max(self.steps[0].at, 1) if self.steps else float(bool(at))
         step = self.steps[low - 1]
         return step.first + step.count * min((at - step.at) / max(step.tensors, 1), 1.0)
+
+
+def _growth(finding: Finding) -> str:
+    """What grows by how much, without the name of the holder."""
+    return finding.what.rpartition(") ")[2]
