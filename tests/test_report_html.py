@@ -179,7 +179,7 @@ def test_a_holder_of_many_graphs_has_few_bars_that_stand_for_all(tmp_path):
     run = read(sample_run.write(tmp_path / "train.py.1.graphkeep", 1_000))
     found = alive(run, Axis(run))["holders"][0]
     assert len(found["parts"]) == 16
-    assert sum(part[2] for part in found["parts"]) == found["graphs"] == 1_000
+    assert sum(part[2] for part in found["parts"]) == found["steps"] == 1_000
     assert sum(part[4] for part in found["parts"]) == found["bytes"] == 1_000 * sample_run.LEAK_BYTES
     assert found["parts"][0][0] == 0
     assert found["parts"][-1][1] == 999

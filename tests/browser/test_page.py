@@ -81,9 +81,11 @@ def test_a_band_opens_its_lines_with_their_source(show, run, how):
     assert "h = nn.functional.gelu(h)" in panel.locator("mark").first.inner_text()
     assert active(page, "innerText").startswith("Lines of Block")
     expect(band).to_have_attribute("aria-expanded", "true")
+    expect(page.locator(".legend button[aria-expanded=true]")).to_contain_text("Block")
     page.keyboard.press("Escape")
     expect(panel).to_have_count(0)
-    assert active(page, "getAttribute('aria-label')").startswith("Block:")
+    assert (active(page, "getAttribute('aria-label')") or active(page, "textContent")).startswith("Block")
+    assert active(page, "tagName") == ("BUTTON" if how == "legend" else "path")
 
 
 def test_arrow_keys_go_through_bands_and_time(show, run):

@@ -138,7 +138,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("peak", f"{format_bytes(run.peak)} of saved tensors"),
         ("versions", f"graphkeep {said('graphkeep')}, torch {said('torch')}, Python {said('python')}"),
         ("where", f"{said('cwd')} on {said('host')}, process {said('pid')}"),
-        ("started", said("started").replace("T", " ").replace("Z", " UTC")),
+        ("started", said("started").replace("T", " ").replace("Z", " UTC").replace("+00:00", " UTC")),
     ]
     if isinstance(size := run.header.get("world_size"), int) and size > 1:
         facts.insert(0, ("rank", f"{run.rank} of {size:,} ranks"))
@@ -210,8 +210,8 @@ def _holder(run: Run, final: bool, step: int, holder: Holder, sources: Sources) 
         "where": where,
         "nodes": holder.nodes,
         "bytes": holder.bytes,
-        "graphs": len(holder.parts),
-        "steps": _span(min(spans), max(spans)) if spans else "",
+        "steps": len(holder.parts),
+        "built": _span(min(spans), max(spans)) if spans else "",
         "when": "at the end" if final else f"in step {step:,}",
         "source": sources.around(f"{holder.file}:{holder.line}") if holder.file and holder.line else [],
     }

@@ -144,7 +144,7 @@ def alive(run: Run, axis: Axis) -> dict[str, Any]:
                 "bytes": holder.bytes,
                 "final": look.final,
                 "to": axis.x(look.at),
-                "graphs": len(holder.parts),
+                "steps": len(holder.parts),
                 "parts": parts,
                 "sites": holder.sites[:40],
             }

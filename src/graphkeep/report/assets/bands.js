@@ -57,17 +57,20 @@ gk.bands = function (run, time) {
   const name = (band) => band.name;
   const says = (band) => `${name(band)}: ${gk.bytes(d3.max(band.v))} at most, ${gk.bytes(band.v[band.v.length - 1])} last`;
 
+  let opener = null; // what had the focus when the panel was opened
+
   function close(back = true) {
     const was = state.open;
     state.open = null;
     spot.replaceChildren();
     mark();
-    if (back && was !== null) chart.querySelectorAll("path.band")[was]?.focus();
+    if (back && was !== null) (opener?.isConnected ? opener : chart.querySelectorAll("path.band")[was])?.focus();
   }
 
   function open(i) {
     if (state.open === i) { close(); return; }
     state.open = i;
+    opener = document.activeElement;
     const panel = gk.panel(`Lines of ${says(bands()[i])}`, gk.places(run, bands()[i].sites), () => close());
     spot.replaceChildren(panel);
     mark();
@@ -75,10 +78,11 @@ gk.bands = function (run, time) {
   }
 
   function mark() {
-    for (const group of [chart.querySelectorAll("path.band"), legend.querySelectorAll("button")]) {
+    // the legend begins with the uppermost band
+    for (const group of [[...chart.querySelectorAll("path.band")], [...legend.querySelectorAll("button")].reverse()]) {
       group.forEach((one, i) => {
         one.setAttribute("aria-expanded", String(state.open === i));
-        if (one.matches("path")) one.classList.toggle("dim", state.open !== null && state.open !== i);
+        one.classList.toggle("dim", state.open !== null && state.open !== i);
       });
     }
   }

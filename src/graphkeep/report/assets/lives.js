@@ -46,18 +46,18 @@ gk.lives = function (run, time) {
   const figure = gk.el(
     "figure", {},
     gk.el("h3", {}, "Lives of graphs"), caption, chart,
-    gk.el("ul", { class: "legend" }, key("alive", "never freed (fainter: held during the run, no more at its end)"), key("backward", "freed by a backward"), key("count", "freed by reference count")),
+    gk.el("ul", { class: "legend" }, key("alive", "alive when last looked at; with an arrow: at the end"), key("backward", "freed by a backward"), key("count", "freed by reference count")),
     spot, table,
   );
 
   function stretch(bar) {
-    const part = (step) => (step < 0 ? "before the first step" : `step ${gk.count(step)}`);
-    const steps = bar.first === bar.last ? part(bar.first) : `${part(bar.first)} to ${part(bar.last)}`;
-    return bar.parts === 1 ? `graph of ${steps}` : `${gk.count(bar.parts)} graphs of ${steps}`;
+    const part = (step) => (step < 0 ? "before the first step" : gk.count(step));
+    if (bar.first === bar.last) return bar.first < 0 ? "Built before the first step" : `Built in step ${part(bar.first)}`;
+    return `Built in ${gk.many(bar.parts, "step")}, ${part(bar.first)} to ${part(bar.last)}`;
   }
 
   function fate(bar) {
-    if (bar.holder) return `${bar.holder.final ? "alive at the end" : "alive when last looked at"}, held by ${bar.holder.holder.replaceAll("`", "")}`;
+    if (bar.holder) return `${bar.holder.final ? "alive at the end" : "alive in the last look before the end"}, held by ${bar.holder.holder.replaceAll("`", "")}`;
     return bar.backward === null ? `freed by reference count at ${run.at(bar.died)}` : `freed by backward ${gk.count(bar.backward)} at ${run.at(bar.died)}`;
   }
 
@@ -119,7 +119,7 @@ gk.lives = function (run, time) {
     const title = (y, text) => svg.append("text").attr("x", left).attr("y", y + 13).text(gk.cut(text, Math.floor((width - left) / 6.6)));
     shown = [];
     for (const holder of alive) {
-      title(holder.y, `${holder.final ? "never freed" : "held during the run"}: ${holder.holder.replaceAll("`", "")} – ${gk.many(holder.graphs, "graph")}, ${gk.bytes(holder.bytes)}`);
+      title(holder.y, `${holder.final ? "never freed" : `alive at ${time.when(holder.to)}`}: ${holder.holder.replaceAll("`", "")} – ${gk.many(holder.nodes, "node")}, ${gk.bytes(holder.bytes)}`);
       holder.bars.forEach((bar, i) => {
         const px = x(bar.from);
         const wide = Math.max(x(bar.to) - px, 4);
@@ -145,7 +145,7 @@ gk.lives = function (run, time) {
 
   function words(all, drawn) {
     const parts = [];
-    if (holders.some((holder) => holder.graphs > holder.parts.length)) parts.push("Where a holder has many graphs, a bar stands for those of neighbouring steps.");
+    if (holders.some((holder) => holder.steps > holder.parts.length)) parts.push("Where a holder has parts of many steps, a bar stands for those of neighbours.");
     if (run.alive.more) parts.push(`${gk.many(run.alive.more, "more holder")} in the table below.`);
     if (drawn < all) parts.push(`${gk.count(drawn)} of ${gk.count(all)} freed graphs are drawn; a narrower range of steps shows the others.`);
     if (run.lives.died > died.length) parts.push(`${gk.count(run.lives.died)} graphs died in all, ${gk.count(died.length)} are on this page; the sums below count all of them.`);
