@@ -1,6 +1,7 @@
 """The page of a run: one file that needs nothing else, in which everything from a data file is text."""
 
 import base64
+import gzip
 import hashlib
 import json
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from random import Random
 
 import pytest
 from browser import sample_run
@@ -259,6 +261,26 @@ def test_half_a_surrogate_pair_is_no_fault(run, tmp_path):
     run.sites[1].module = "\udfff"
     write([run], tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_file_with_any_values_in_its_records_is_a_page(tmp_path, seed):
+    random = Random(seed)
+    odd = [0, -1, 2**62, 10**30, 1e308, True, None, "", "x" * 3_000, "\ud800", "a`b`\x00\r\n", [], {}]
+
+    def changed(value):
+        if isinstance(value, dict):
+            return {key: inner if key == "type" else changed(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [changed(inner) for inner in value]
+        return random.choice(odd) if random.random() < 0.03 else value
+
+    path = sample_run.write(tmp_path / "train.py.1.graphkeep", 8, raised=True)
+    first, *others = gzip.decompress(path.read_bytes()).splitlines()
+    lines = [first.decode(), *(json.dumps(changed(json.loads(line))) for line in others)]
+    path.write_bytes(gzip.compress("\n".join(lines).encode() + b"\n"))
+    (data,) = Parsed(render([read(path)])).data()
+    json.dumps(data, allow_nan=False)
 
 
 def test_the_rank_that_differs_is_marked(tmp_path):

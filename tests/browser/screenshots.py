@@ -34,6 +34,7 @@ def main(folder: Path) -> None:
             if steps:
                 page.get_by_role("button", name=f"Last {steps}").click()
             page.evaluate("top => document.querySelector(top).closest('section, body').scrollIntoView()", top)
+            page.mouse.move(0, 0)
             page.screenshot(path=folder / f"{name}.png")
             page.close()
         browser.close()

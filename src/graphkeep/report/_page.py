@@ -243,9 +243,11 @@ def _lines(run: Run, sources: Sources) -> list[dict[str, Any]]:
         row = sums.setdefault((site.file, site.line), [0] * 5)
         for i, value in enumerate((site.tensors, site.bytes, site.live_bytes, site.by_backward, site.by_count)):
             row[i] += value
-    rows = sorted(((*row, file, line) for (file, line), row in sums.items() if any(row)), key=lambda r: r[1], reverse=True)
+    found = sorted(((row, place) for place, row in sums.items() if any(row)), key=lambda pair: pair[0][1], reverse=True)
     keys = ("tensors", "bytes", "live", "by_backward", "by_count")
-    return [{**dict(zip(keys, row, strict=False)), "where": f"{sources.short(row[5])}:{row[6]}"} for row in rows[:_ROWS]]
+    return [
+        {**dict(zip(keys, row, strict=True)), "where": f"{sources.short(file)}:{line}"} for row, (file, line) in found[:_ROWS]
+    ]
 
 
 def _data(run: Run, axis: Axis, sources: Sources, limits: Limits) -> dict[str, Any]:

@@ -89,9 +89,10 @@ def _stack(run: Run, samples: list[Sample], key: Callable[[Site], str]) -> list[
             sites[name].add(number)
     names = sorted(held, key=lambda name: max(held[name]), reverse=True)
     shown, rest = names[:_BANDS], names[_BANDS:]
-    found = [{"name": name, "sites": sorted(sites[name]), "v": held[name]} for name in shown]
-    found.sort(key=lambda band: (min(band["v"][-8:], default=0), max(band["v"])), reverse=True)  # type: ignore[type-var,operator]
-    above = [max(sample.bytes - sum(band["v"][i] for band in found), 0) for i, sample in enumerate(samples)]  # type: ignore[index,misc]
+    # what grows holds something after each step, too
+    shown.sort(key=lambda name: (min(held[name][-8:], default=0), max(held[name])), reverse=True)
+    found: list[dict[str, Any]] = [{"name": name, "sites": sorted(sites[name]), "v": held[name]} for name in shown]
+    above = [max(sample.bytes - sum(held[name][i] for name in shown), 0) for i, sample in enumerate(samples)]
     if any(above):
         others = sorted({number for name in rest for number in sites[name]})
         found.append({"name": f"{len(rest)} others" if rest else _OTHERS, "sites": others, "v": above, "others": True})
