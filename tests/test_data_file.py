@@ -208,6 +208,12 @@ def test_a_version_that_is_no_number_is_foreign(path: Path, version: Any):
         datafiles.run(path, datafiles.changed(datafiles.training(2), "header", schema_version=version))
 
 
+def test_a_header_with_a_number_that_no_json_has_is_damaged(path: Path):
+    path.write_bytes(gzip.compress(json.dumps(datafiles.header(rate=0.5)).replace("0.5", "1e999").encode() + b"\n"))
+    with pytest.raises(gk.DataFileError, match="damaged from its first line on"):
+        read(path)
+
+
 def test_a_small_file_that_unpacks_to_any_size_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch):
     head = json.dumps(datafiles.header()).encode() + b"\n"
     monkeypatch.setattr(_lines, "_MOST", 1 << 20)
@@ -215,6 +221,7 @@ def test_a_small_file_that_unpacks_to_any_size_is_refused(path: Path, monkeypatc
     assert path.stat().st_size < 1 << 16
     with pytest.raises(gk.DataFileError, match="unpacks to more than"):
         read(path)
+    monkeypatch.undo()
     monkeypatch.setattr(_lines, "_LONGEST", 2 << 20)
     path.write_bytes(gzip.compress(head + b" " * (4 << 20)))
     with pytest.raises(gk.DataFileError, match="a line of more than"):

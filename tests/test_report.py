@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import datafiles
 import pytest
 from datafiles import COSTS, FINDING, NOTE
+from rich.console import Console
 
 from graphkeep.cli import main
 from graphkeep.report import html, text
@@ -65,7 +67,9 @@ def test_verdict_why_and_next_are_the_first_three_lines_and_all_findings_stand_b
 
 def test_the_tables_say_who_holds_where_it_was_saved_and_what_freed_it(path: Path, capsys: Capture):
     datafiles.write(path, datafiles.training(12))
-    rows = [line.split() for line in said(capsys, path).splitlines()]
+    out = said(capsys, path)
+    rows = [line.split() for line in out.splitlines()]
+    assert out.index("\ntrain.py:6 ") < out.index("\ntrain.py:5 "), "what holds most comes first"
     assert ["`losses`", "(list,", "global", "of", "train.py)", "585.9", "KiB", "84", "0", "to", "11"] in rows
     assert ["train.py:6", "585.9", "KiB", "585.9", "KiB", "585.9", "KiB", "24", "0", "0", "loss", "=", "out(x)"] in rows
     assert ["train.py:5", "1.1", "MiB", "97.7", "KiB", "0", "B", "96", "96", "0", "x", "=", "hidden(x)"] in rows
@@ -149,6 +153,29 @@ def test_what_a_program_calls_its_things_is_neither_markup_nor_a_control_code(pa
         assert r"\udc80 <script>" in out
 
 
+def test_no_console_takes_names_for_markup(path: Path):
+    records = datafiles.changed(
+        datafiles.training(12, findings=(FINDING,)), "site", file="[bold]:smile:[/]", module="[red]x[/]"
+    )
+    console = Console(file=io.StringIO(), width=200)  # one that would
+    text.write([datafiles.run(path, records)], console)
+    text.write([datafiles.run(path, records)], console, "module")
+    assert "[bold]:smile:[/]:5" in console.file.getvalue()
+    assert "[red]x[/]" in console.file.getvalue()
+
+
+def test_a_list_that_has_grown_since_somebody_looked_is_one_holder(path: Path, capsys: Capture):
+    records = datafiles.training(12)
+    look = next(one for one in records if one["type"] == "look")
+    holder = look["holders"][0]
+    look["holders"] = [{**holder, "holder": "`losses[0..11]`", "name": "losses[0..11]"}]
+    earlier = {**look, "final": False, "holders": [{**holder, "holder": "`losses[0..7]`", "name": "losses[0..7]"}]}
+    datafiles.write(path, [*records[:-3], earlier, *records[-3:]])
+    out = said(capsys, path)
+    assert "`losses[0..11]`" in out
+    assert "`losses[0..7]`" not in out
+
+
 def test_text_that_is_fit_for_a_terminal_stays_as_it_is():
     assert safe("é 漢字 `x`[0]") == "é 漢字 `x`[0]"
     assert safe("a\x1b\x9b\x00\u2028b") == r"a\x1b\x9b\x00\u2028b"
@@ -187,6 +214,7 @@ def test_no_line_is_wider_than_the_terminal(path: Path, capsys: Capture, monkeyp
     assert max(map(len, out.splitlines())) <= width
     if width >= 80:
         assert "585.9 KiB" in out
+    assert ("by backward" in out) is (width >= 100)
 
 
 def test_a_terminal_gets_colours_and_under_no_color_none(path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch):
@@ -209,7 +237,9 @@ def test_a_stdout_that_knows_few_characters_gets_those(path: Path):
 def test_a_reader_that_has_seen_enough_is_no_error(path: Path):
     datafiles.write(path, datafiles.training(2000))
     command = [sys.executable, "-m", "graphkeep", "report", "--json", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    # an unbuffered stdout takes a part of a write for all of it, and does not notice
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.read(10)

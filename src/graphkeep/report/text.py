@@ -197,10 +197,11 @@ def _steps(run: Run, console: Console) -> None:
 
 
 def _holders(run: Run, console: Console) -> None:
-    found: dict[str, Holder] = {}
+    found: dict[tuple[object, ...], Holder] = {}
     for look in run.shown_looks:
         for holder in look.holders:
-            found.setdefault(holder.holder, holder)
+            # the list that had 32 graphs then, and has 60 now: `losses[0..31]`, `losses[0..59]`
+            found.setdefault((holder.kind, holder.name.partition("[")[0], holder.file, holder.line), holder)
     if not found:
         return
     console.print()
