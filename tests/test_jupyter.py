@@ -96,7 +96,7 @@ def test_a_cell_runs_as_without_the_magic_and_shows_its_page(notebook: Notebook)
 def test_what_a_cell_raises_is_raised_with_its_own_lines_and_the_page_is_shown(notebook: Notebook):
     result = notebook.cell("%%graph\nx = net(torch.randn(4, 8)).sum()\n\ndef fail():\n    raise KeyError('own')\nfail()")
     assert isinstance(result.error_in_exec, KeyError)
-    assert "line 6\n" in notebook.text
+    assert "Cell In[3], line 6\n" in notebook.text
     assert "line 5, in fail()" in notebook.text
     assert "jupyter.py" not in notebook.text
     assert "x" in notebook.space

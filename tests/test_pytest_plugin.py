@@ -100,6 +100,39 @@ def test_evaluates(graph_watch):
     result.stdout.fnmatch_lines(["GK103 bytes grow: `outputs[[]*", "*`with torch.no_grad():`*"])
 
 
+def test_growth_that_began_late_is_found_at_the_end_where_a_global_holds_it(pytester: pytest.Pytester):
+    result = run(pytester, """
+losses = []
+
+@pytest.mark.no_graph_growth(steps=6)
+def test_begins_late():
+    train(3)
+    train(8, losses.append)
+""")  # fmt: skip
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["GK102 nodes grow: `losses[[]0..7]`*"])
+
+
+def test_nobody_looks_for_holders_where_no_marker_asks_who_they_are(pytester: pytest.Pytester):
+    result = run(pytester, """
+@pytest.fixture(autouse=True)
+def no_look(monkeypatch):
+    def fault(*args, **kwargs): raise ZeroDivisionError
+    monkeypatch.setattr("graphkeep._watch._census.take", fault)
+
+@pytest.mark.graph_limit("1 MiB")
+def test_a_limit():
+    train(8)
+
+@pytest.mark.no_graph_growth
+def test_fails():
+    train(2)
+    raise KeyError("own")
+""")  # fmt: skip
+    result.assert_outcomes(passed=1, failed=1)
+    assert "ZeroDivisionError" not in result.stdout.str()
+
+
 def test_a_limit_says_what_was_held_where_and_what_to_write_instead(pytester: pytest.Pytester):
     result = run(pytester, """
 @pytest.mark.graph_limit("20 KiB")

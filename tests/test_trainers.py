@@ -5,6 +5,7 @@ import gc
 import importlib
 import logging
 import pickle
+import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
@@ -72,7 +73,7 @@ def fit(kind: str, watch: Any = None, **options: Any) -> Any:
                 torch.stack(self.outputs).mean()
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+            return None if kind == "has no optimizer" else torch.optim.SGD(self.parameters(), lr=0.1)
 
     torch.manual_seed(0)
     module = Module()
@@ -98,7 +99,7 @@ def test_a_lightning_fit_has_the_same_results_and_no_finding(lightning_watch: ty
     (file,) = tmp_path.glob("lightning.*.graphkeep")
     run = read(file)
     assert Path(watch.path) == file
-    assert (run.how, run.steps_done, run.findings) == ("stopped", 16, [])
+    assert (run.how, run.steps_done, run.boundary, run.findings) == ("stopped", 16, "own", [])
 
 
 def test_a_lightning_module_that_keeps_its_losses_is_named(lightning_watch: type[Any], caplog: pytest.LogCaptureFixture):
@@ -122,6 +123,13 @@ def test_batches_whose_gradients_are_added_up_are_one_step(lightning_watch: type
     watch = lightning_watch()
     fit("is well", watch, accumulate_grad_batches=4)
     assert read(watch.path).steps_done == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer.*:UserWarning")
+def test_without_an_optimizer_every_batch_is_a_step(lightning_watch: type[Any]):
+    watch = lightning_watch()
+    fit("has no optimizer", watch)
+    assert read(watch.path).steps_done == 16
 
 
 def test_a_lightning_fit_that_raises_ends_the_file_and_the_next_has_its_own(lightning_watch: type[Any], tmp_path: Path):
@@ -211,7 +219,7 @@ def test_a_hugging_face_training_has_the_same_results_and_no_finding(huggingface
     (file,) = tmp_path.glob("out/huggingface.*.graphkeep")
     assert tmp_path / watch.path == file
     run = read(file)
-    assert (run.how, run.steps_done, run.findings) == ("stopped", 16, [])
+    assert (run.how, run.steps_done, run.boundary, run.findings) == ("stopped", 16, "own", [])
 
 
 def test_a_trainer_that_adds_up_its_losses_is_named(huggingface_watch: type[Any], caplog: pytest.LogCaptureFixture):
@@ -330,6 +338,15 @@ def test_each_rank_has_a_file_of_its_own_and_they_are_read_as_one_launch(monkeyp
             Training("lightning", file, tmp_path, rank, 2, owner).end()
         paths = [path for rank in range(2) for path in tmp_path.glob(name.format(rank))]
         assert [run.rank for run in read_all(paths[:1])] == [0, 1]
+
+
+def test_a_program_that_ends_in_the_middle_has_its_file_closed(tmp_path: Path):
+    code = (
+        "from graphkeep.integrations._trainer import Training\nclass Owner: pass\nowner = Owner()\n"
+        "training = Training('huggingface', 'cut.graphkeep', '.', 0, 1, owner)\nraise SystemExit(4)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 4
+    assert read(tmp_path / "cut.graphkeep").how == "stopped"
 
 
 @pytest.mark.parametrize(

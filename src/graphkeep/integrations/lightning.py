@@ -89,7 +89,7 @@ class Watch(_Callback):  # type: ignore[misc] # Lightning is not looked into
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """For Lightning."""
-        if self._training is not None and (trainer.global_step != self._steps or not trainer.optimizers):
+        if self._training is not None and trainer.global_step != self._steps:
             self._steps = trainer.global_step
             self._training.watch.step()
 

@@ -73,11 +73,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, _T, _T]:
     try:
         try:
             result = yield
-        except BaseException as error:
+        except BaseException:
             # what the traceback holds is held by the failure
             running.stop(look=False)
-            if asked != _Asked() and not isinstance(error, pytest.skip.Exception):
-                _add_section(item, running, asked)
+            _add_section(item, running, asked)
             raise
         running.stop()
     finally:
