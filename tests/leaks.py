@@ -531,6 +531,18 @@ def d7_partial(w: Watch, look: Look) -> None:
 # D8: a forward hook appends activations
 
 
+def d12_kept(w: Watch, look: Look) -> None:
+    net = nn.Linear(8, 1)
+    losses = []
+    for _ in range(STEPS):
+        x, _y = batch()
+        loss = net(x).exp().mean()
+        loss.backward(retain_graph=True)
+        losses.append(loss)  # HERE
+        w.step()
+    look()
+
+
 def d8_capture(w: Watch, look: Look) -> None:
     class Classifier(nn.Module):
         def __init__(self) -> None:

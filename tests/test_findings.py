@@ -219,6 +219,7 @@ CASES = [
         STOP_GRADIENT,
         severity=GROWS,
     ),
+    Case("D12 kept", leaks.d12_kept, ("GK101", "GK301"), ("losses", "@HERE"), STOP_GRADIENT, severity=(*GROWS, *COSTS)),
     Case("D8 per sample", leaks.d8_per_sample, KEPT, ("activations", "@HERE"), STOP_GRADIENT, severity=GROWS),
     Case(
         "D8 default argument", leaks.d8_default_argument, KEPT, ("keep_output", "store", "@HERE"), STOP_GRADIENT, severity=GROWS

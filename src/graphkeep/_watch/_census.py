@@ -49,6 +49,7 @@ class Held:
         sites: the sites of the saved tensors in it.
         root_steps: the steps in which the held tensors were made.
         freed: how many saved tensors in it have been freed.
+        used: how many a backward has asked for.
     """
 
     holder: Holder | None
@@ -59,6 +60,7 @@ class Held:
     sites: set[Site] = field(default_factory=set, repr=False)
     root_steps: list[int] = field(default_factory=list)
     freed: int = 0
+    used: int = 0
 
 
 def live_tensors(ignore: Collection[int] = ()) -> list[torch.Tensor]:
@@ -190,6 +192,7 @@ def measure(held: Held, timeline: Timeline) -> Held:
         slots = list(_saved.slots(node))
         held.freed += sum(slot.state is _saved.State.FREED for slot in slots)
         entries = [slot.packed for slot in slots if isinstance(slot.packed, Entry) and slot.packed.mark is not None]
+        held.used += sum(entry.used > 0 for entry in entries)
         # sequence numbers are each thread's own; entries are numbered over all
         numbers = [entry.number for entry in entries if entry.number]
         step = timeline.step_of(numbers[0]) if numbers else timeline.step_of_node(node._sequence_nr())

@@ -30,8 +30,12 @@ class Finding:
     instead: str
 
     def __str__(self) -> str:
-        place = f" ({self.where})" if self.where else ""
-        return f"{self.id} {self.severity}: {self.what}{place}\n  why: {self.why}\n  write instead: {self.instead}"
+        return f"{self.id} {self.severity}: {self.what}{self.place}\n  why: {self.why}\n  write instead: {self.instead}"
+
+    @property
+    def place(self) -> str:
+        """`where` in parentheses, unless `what` has it already."""
+        return f" ({self.where})" if self.where and not self.what.endswith(self.where) else ""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

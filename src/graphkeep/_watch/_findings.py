@@ -86,7 +86,8 @@ def _growth_by_elements(held: Held) -> _Growth | None:
     """Without steps: a container with several graphs that were built one after the other."""
     if held.holder is None or len(held.roots) < _FEW_ELEMENTS or held.holder.kind == "local":
         return None
-    numbers = sorted({node._sequence_nr() for node in held.roots})
+    new = [node for node, step in zip(held.roots, held.root_steps, strict=True) if step >= 0]  # built under the watch
+    numbers = sorted({node._sequence_nr() for node in new})
     if len(numbers) < _FEW_ELEMENTS:
         return None
     gaps = [later - earlier for earlier, later in itertools.pairwise(numbers)]
@@ -228,7 +229,7 @@ def _grows_in(
     # one state, though it may be a tuple of tensors: all of them of the last step, and a history behind them
     chain = len(held.roots) == 1 or (len(held.parts) > 1 and min(held.root_steps) >= max(held.parts) - 1)
     kept_on_purpose = any(sums[2] for sums in timeline.calls.values())
-    never = bool(held.sites) and not held.freed and not any(site.by_backward for site in held.sites)
+    never = bool(held.sites) and not held.freed and not held.used and not any(site.by_backward for site in held.sites)
     tail = f", built at {built}" if built else ""
     detached = f"`{store.detached}`" if store and store.detached else f"`.detach()` on what is stored in `{holder.name}`"
     unless = "" if severity == "nodes grow" else "; or `.item()` for a number"

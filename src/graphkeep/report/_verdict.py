@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from graphkeep._units import format_bytes
+from graphkeep.report._figures import growth
 from graphkeep.report._run import Run
 
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "torchrun", "accelerate", "deepspeed")
@@ -29,14 +30,15 @@ def verdict(run: Run) -> Verdict:
     if findings:
         first = findings[0]
         more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-        place = f" ({first.where})" if first.where else ""
-        return Verdict(f"{first.id} {first.severity}: {first.what}{place}{more}", first.why, first.instead)
+        return Verdict(f"{first.id} {first.severity}: {first.what}{first.place}{more}", first.why, first.instead)
     if not run.sites:
         return _nothing(run)
     if run.error is not None and _out_of_memory(run.error):
         return _memory(run)
     if run.notes:
         return _of_note(run)
+    if not run.looks and run.error is None:
+        return _unseen(run)
     ended = {None: "it was cut off", "raised": f"the program raised {(run.error or '').splitlines()[0]}" if run.error else ""}
     how = ended.get(run.how, "")
     return Verdict(
@@ -54,6 +56,22 @@ def _of_note(run: Run) -> Verdict:
     instead = [line.removeprefix("write instead: ") for line in said if line.startswith("write instead: ")]
     why = [line for line in said if not line.startswith("write instead: ")]
     return Verdict(first.removeprefix("graphkeep "), "; ".join(why) or note.error, instead[0] if instead else "see the note")
+
+
+def _unseen(run: Run) -> Verdict:
+    """Nobody has looked at what was alive; so that nothing was found says nothing."""
+    grown = growth(run)
+    if grown > 0:
+        return Verdict(
+            f"{format_bytes(grown)} more is left with each step",
+            "the file ends before anybody looked at who holds it",
+            "the table by line says where it was saved",
+        )
+    return Verdict(
+        "nothing is known of who holds graphs",
+        "the file ends before anybody looked at what was alive",
+        "a run of more steps, or one that ends by itself",
+    )
 
 
 def _nothing(run: Run) -> Verdict:

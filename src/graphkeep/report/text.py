@@ -71,28 +71,12 @@ def verdict_of(runs: Sequence[Run]) -> str:
     noted = [run for run in runs if run.notes]
     raised = [run for run in runs if run.error is not None]
     worst = next(iter([run for run in noted if run.error is not None] + of_found + noted + raised + list(runs)))
+    if not found and worst.error is None and not worst.notes:
+        worst = max(runs, key=lambda run: (bool(run.sites), not run.looks and growth(run)))
     said = verdict(worst)
-    if not found and worst.error is None and not worst.notes and worst.sites and not any(run.looks for run in runs):
-        said = _unseen(runs)
-    elif worst.unread and not found:
+    if worst.unread and not found:
         said = said._replace(verdict=f"{said.verdict}, as far as the file can be read")
     return str(Verdict(*map(safe, said)))
-
-
-def _unseen(runs: Sequence[Run]) -> Verdict:
-    """Nobody has looked at what was alive; so that nothing was found says nothing."""
-    grown = max(map(growth, runs))
-    if grown > 0:
-        return Verdict(
-            f"{format_bytes(grown)} more is left with each step",
-            "the file ends before anybody looked at who holds it",
-            "the table by line says where it was saved",
-        )
-    return Verdict(
-        "nothing is known of who holds graphs",
-        "the file ends before anybody looked at what was alive",
-        "a run of more steps, which ends by itself",
-    )
 
 
 def _clean(finding: Finding) -> Finding:
