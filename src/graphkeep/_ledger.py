@@ -55,6 +55,7 @@ class Entry(_saved.Packed):
     Attributes:
         tensor: the tensor (a leaf) or its `detach()`; None once released.
         version: its version when it was saved.
+        source: whoever can bring the tensor back once it was dropped.
         number: entries are numbered in the order in which they are made, over all threads; 0 for a view of a parameter.
         node: the sequence number of the node that saved it.
         mark: whatever the listener puts there.
@@ -62,7 +63,8 @@ class Entry(_saved.Packed):
         view: whether it is a view with a history.
     """
 
-    __slots__ = ("mark", "node", "number", "used", "version", "view")
+    __slots__ = ("mark", "node", "number", "source", "used", "version", "view")
+    source: Any
     version: int
     number: int
     node: int
@@ -312,6 +314,7 @@ def _enter(tensor: torch.Tensor, is_output: bool | None = None) -> Entry:
     entry.tombstone = None
     entry.used = 0
     entry.view = False
+    entry.source = None
     entry.version = tensor._version
     entry.node = _sequence_number() - 1
     entry.mark = None
@@ -335,6 +338,8 @@ def _enter(tensor: torch.Tensor, is_output: bool | None = None) -> Entry:
             listener.saved(entry)
         except Exception as error:  # a listener's fault is not the program's
             LEDGER.fault(listener, error)
+    if entry.source is not None and not entry.source.held:  # now that everybody has seen the tensor
+        entry.tensor = None
     if not LEDGER.listeners:  # everybody has left, from another thread or under somebody else's hooks
         LEDGER.settle()
     return entry
@@ -373,6 +378,9 @@ def _unpack(entry: Entry) -> torch.Tensor:
     if type(tensor) not in _PLAIN or _function_modes():
         if entry.tombstone is not None:
             raise entry.tombstone.error()
+        if tensor is None:
+            tensor = entry.source.bring(entry)
+            entry.version = tensor._version
         with _C.DisableTorchFunction():
             _check(entry, tensor)
     elif tensor._version != entry.version:
