@@ -104,7 +104,7 @@ class Holdings:
         if self.plan is not None and (place >= len(self.plan.saves) or self.plan.saves[place] != save):
             n = place + 1
             self.plan = next((plan for plan in reversed(self.plans) if plan.saves[:n] == self._saves), None)
-        return self.plan is not None and save[0] in self.plan.dropped
+        return self.plan is not None and self.plan.fits and save[0] in self.plan.dropped
 
     def _forget(self, value: Value) -> None:
         for ref in value.slots.values():

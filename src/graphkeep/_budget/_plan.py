@@ -139,13 +139,14 @@ class Plan:
     dropped: set[int]
     most: int
     seconds: float
+    fits: bool
 
 
 def plan(trace: Trace, limit: int) -> Plan:
     """Decide."""
     dropped = choose(trace, limit)
     most, seconds, _ = trace.simulate(dropped, limit)
-    return Plan(trace.saves, dropped, most, seconds)
+    return Plan(trace.saves, dropped, most, seconds, most <= limit)
 
 
 def choose(trace: Trace, limit: int) -> set[int]:
