@@ -46,6 +46,7 @@ PAGES = {
             "watch_look": "Looking at everything that is alive",
         },
     ),
+    "run": ("`graphkeep run`", {"run_command": "Over the program by itself"}),
 }
 FOLDER = ROOT / "docs" / "benchmarks"
 

@@ -216,6 +216,8 @@ def test_the_loader_of_torch_is_its_own_again(tmp_path: Path) -> None:
         (["binary.py"], "no Python source", 2),
         (["-o", "no/such/folder/x.graphkeep", "train.py"], "the data file cannot be written", 1),
         (["-o", ".", "train.py"], "the data file cannot be written", 1),
+        (["-o", "train.py", "train.py"], "there is a file that graphkeep has not written", 1),
+        (["-o", "binary.py", "train.py"], "there is a file that graphkeep has not written", 1),
         (["--steps", "0", "train.py"], "0 is less than 1", 2),
         (["--fail-on", "nothing", "train.py"], "invalid choice", 2),
         ([], "required", 2),
@@ -230,6 +232,25 @@ def test_bad_input_is_said_before_the_program_starts(arguments: list[str], says:
     assert ours.returncode == code
     assert ours.stdout == ""
     assert sorted(p.name for p in tmp_path.iterdir()) == ["binary.py", "train.py"]
+
+
+def test_a_data_file_is_overwritten_and_stays_where_the_next_program_does_not_exist(tmp_path: Path) -> None:
+    write(tmp_path, "print(1)")
+    for _ in range(2):
+        assert call([*OURS, "-o", "a.graphkeep", "train.py"], tmp_path).returncode == 0
+    assert call([*OURS, "-o", "a.graphkeep", "nothing.py"], tmp_path).returncode == 2
+    assert (tmp_path / "a.graphkeep").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/null").exists(), reason="no such device")
+def test_a_path_that_cannot_be_read_again_has_no_verdict(tmp_path: Path) -> None:
+    write(tmp_path, "print(1)")
+    ours = call([*OURS, "-o", "/dev/null", "train.py"], tmp_path)
+    assert (ours.returncode, ours.stdout) == (0, "1\n")
+    assert ours.stderr == "graphkeep run: /dev/null cannot be read again, so there is no verdict\n"
+    call([*OURS, "-o", "/dev/null", "nothing.py"], tmp_path)
+    assert not Path("/dev/null").is_file()
+    assert Path("/dev/null").exists()
 
 
 def test_a_run_without_torch_is_said_to_be_one(tmp_path: Path) -> None:

@@ -35,11 +35,18 @@ class DataFile:
         again: add to what the same program has written.
 
     Raises:
-        ArgumentError: the path cannot be written.
+        ArgumentError: the path cannot be written, or there is something else than a data file.
     """
 
     def __init__(self, path: str | os.PathLike[str], again: bool = False) -> None:
         self.path = Path(path)
+        self.new = not self.path.exists()
+        if self.path.is_file() and not _is_ours(self.path):  # `-o train.py train.py` is typed soon
+            raise ArgumentError(
+                "there is a file that graphkeep has not written; it is not overwritten",
+                where=str(path),
+                instead="another path for the data file",
+            )
         try:
             self._file = self.path.open("ab" if again else "wb", buffering=0)
         except OSError as error:
@@ -127,6 +134,18 @@ def header(program: str, argv: Sequence[str]) -> dict[str, Any]:
         "world_size": world,
         "group": f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('MASTER_PORT', '')}" if world > 1 else "",
     }
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file may be overwritten: it is empty, or begins as a data file does."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(4096)
+        return not begin or b'"format":"graphkeep"' in zlib.decompressobj(wbits=31).decompress(begin, 4096)
+    except zlib.error:
+        return False
+    except OSError:  # what is wrong is said when it is opened for writing
+        return True
 
 
 def said(error: BaseException | None) -> str | None:

@@ -109,7 +109,8 @@ class Session:
         atexit.unregister(self.finish)
         self._waits.remove()
         self.file.close()
-        self.file.path.unlink(missing_ok=True)
+        if self.file.new:
+            self.file.path.unlink(missing_ok=True)
 
     def _torch_is_here(self) -> None:
         try:
@@ -157,6 +158,9 @@ class Session:
 
     def _say(self) -> None:
         if self._args.quiet and not self._args.fail_on and not self._args.open:
+            return
+        if not self.file.path.is_file():
+            print(f"graphkeep run: {self.file.path} cannot be read again, so there is no verdict", file=sys.stderr, flush=True)
             return
         from graphkeep.report._read import read
 
