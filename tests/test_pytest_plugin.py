@@ -344,8 +344,10 @@ def test_a_fault_inside_graphkeep_is_shown(pytester: pytest.Pytester, filtered: 
     result = run(pytester, """
 @pytest.mark.no_graph_growth
 def test_a(monkeypatch):
-    def fault(*args): raise ZeroDivisionError
-    monkeypatch.setattr("graphkeep._watch._timeline.Timeline.optimizer_stepped", fault)
+    import graphkeep._watch._timeline as timeline
+    space = {}
+    exec(compile("def fault(*args): raise ZeroDivisionError", timeline.__file__, "exec"), space)
+    monkeypatch.setattr("graphkeep._watch._timeline.Timeline.optimizer_stepped", space["fault"])
     train(8)
 """, "-W", filtered)  # fmt: skip
     result.assert_outcomes(**outcomes)

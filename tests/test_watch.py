@@ -240,11 +240,11 @@ def test_a_graph_built_before_the_watch_and_one_run_after_it_are_right() -> None
 def test_a_fault_inside_ends_the_watch_with_one_warning_and_not_the_program(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_args: object) -> None:
-        raise KeyError("broken")
-
     w = gk.watch()
-    monkeypatch.setattr(w.timeline, where, broken)
+    space: dict[str, Any] = {}
+    # what a file of graphkeep's raises; what one of the program's does is the program's
+    exec(compile("def broken(*_args): raise KeyError('broken')", gk._watch._timeline.__file__, "exec"), space)
+    monkeypatch.setattr(w.timeline, where, space["broken"])
     losses: list[Tensor] = []
 
     def run() -> None:
@@ -258,6 +258,21 @@ def test_a_fault_inside_ends_the_watch_with_one_warning_and_not_the_program(
         run()
     assert len(warned) == 1
     assert [loss.item() for loss in losses] == [loss.item() for loss in train(net(), 3)]
+    assert _ledger._top() is None
+
+
+@pytest.mark.parametrize("where", ["saved", "used", "begins", "ends", "next_step"])
+def test_what_a_signal_handler_of_the_programs_raises_reaches_the_program(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class TimeLimit(Exception):
+        pass
+
+    def handler(*_args: object) -> None:  # it runs wherever the main thread is, in graphkeep's code, too
+        raise TimeLimit
+
+    w = gk.watch()
+    monkeypatch.setattr(w.timeline, where, handler)
+    with pytest.raises(TimeLimit), w:
+        train(net(), 1)
     assert _ledger._top() is None
 
 

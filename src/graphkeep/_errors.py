@@ -131,3 +131,22 @@ def library_file(filename: str, frame: FrameType) -> bool:
 
 
 library_files: dict[str, bool] = {}
+
+
+_STDLIB = os.path.join(os.path.dirname(os.__file__), "")
+_PACKAGES = os.path.join(_STDLIB, "site-packages", "")
+
+
+def programs_own(error: BaseException) -> bool:
+    """Whether an exception that came up in graphkeep's code was raised by the program: a signal handler may run anywhere."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        name = frame.f_code.co_filename
+        ours = (
+            library_file(name, frame) or name.startswith("<") or (name.startswith(_STDLIB) and not name.startswith(_PACKAGES))
+        )
+        if not ours:
+            return True
+        traceback = traceback.tb_next
+    return False

@@ -34,6 +34,7 @@ from torch import _C
 from torch._C import _autograd as _hooks
 
 from graphkeep import _engine, _graph, _saved
+from graphkeep._errors import programs_own
 from graphkeep._patch import Patch
 
 _new: Callable[[type[Entry]], Entry] = object.__new__
@@ -337,6 +338,8 @@ def _enter(tensor: torch.Tensor, is_output: bool | None = None) -> Entry:
         try:
             listener.saved(entry)
         except Exception as error:  # a listener's fault is not the program's
+            if programs_own(error):
+                raise
             LEDGER.fault(listener, error)
     if entry.source is not None and not entry.source.held:  # now that everybody has seen the tensor
         entry.tensor = None
@@ -396,6 +399,8 @@ def _unpack(entry: Entry) -> torch.Tensor:
                     else:
                         listener.used(entry)
                 except Exception as error:  # a listener's fault is not the program's
+                    if programs_own(error):
+                        raise
                     LEDGER.fault(listener, error)
             entry.used = number
     return tensor

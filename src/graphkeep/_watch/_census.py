@@ -50,6 +50,7 @@ class Held:
         root_steps: the steps in which the held tensors were made.
         freed: how many saved tensors in it have been freed.
         used: how many a backward has asked for.
+        starts: of a loop that may build one graph, the steps in which a part began that nothing saved links to the others.
     """
 
     holder: Holder | None
@@ -61,6 +62,7 @@ class Held:
     root_steps: list[int] = field(default_factory=list)
     freed: int = 0
     used: int = 0
+    starts: set[int] = field(default_factory=set)
 
 
 def live_tensors(ignore: Collection[int] = ()) -> list[torch.Tensor]:
@@ -184,6 +186,7 @@ def measure(held: Held, timeline: Timeline) -> Held:
     """Fill in what a holder's graph consists of."""
     nodes = walk(held.roots)
     storages, apart = StorageSet(), StorageSet()
+    saving: dict[Node, int] = {}  # nodes that saved something, and their steps
     for leaf in _graph.leaves(nodes):
         apart.add_tensor(leaf)
     for node in nodes:
@@ -196,6 +199,8 @@ def measure(held: Held, timeline: Timeline) -> Held:
         # sequence numbers are each thread's own; entries are numbered over all
         numbers = [entry.number for entry in entries if entry.number]
         step = timeline.step_of(numbers[0]) if numbers else timeline.step_of_node(node._sequence_nr())
+        if entries:
+            saving[node] = step
         part = held.parts.get(step)
         if part is None:
             part = held.parts[step] = Part()
@@ -209,6 +214,37 @@ def measure(held: Held, timeline: Timeline) -> Held:
                 storages.add(storage)
                 part.bytes += storage.nbytes()
     held.bytes = storages.nbytes
+    if timeline.unrolls:
+        held.starts = _starts(saving)
     learn_ops(held.roots)
     held.root_steps = [timeline.step_of_node(node._sequence_nr()) for node in held.roots]
     return held
+
+
+def _starts(saving: dict[Node, int]) -> set[int]:
+    """The first steps of the parts of a graph, if only what leads from one saved tensor to another holds it together.
+
+    Layers one upon another, or steps of time, are one part. The outputs of several forwards are several, also when they were
+    added up: a sum saves nothing.
+    """
+    parts: dict[Node, Node] = {}
+
+    def part(node: Node) -> Node:
+        while (above := parts.setdefault(node, node)) is not node:
+            parts[node] = node = parts.setdefault(above, above)
+        return node
+
+    met: set[Node] = set()
+    for top in saving:
+        todo = [top]
+        while todo:
+            for child, _ in todo.pop().next_functions:
+                if child is not None and type(child).__name__ != _LEAF:
+                    parts[part(child)] = part(top)
+                    if child not in saving and child not in met:
+                        met.add(child)
+                        todo.append(child)
+    first: dict[Node, int] = {}
+    for node, step in saving.items():
+        first[part(node)] = min(step, first.get(part(node), step))
+    return set(first.values())

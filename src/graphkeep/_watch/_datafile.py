@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
 import platform
 import socket
+import stat
 import sys
 import threading
 import time
@@ -31,8 +33,13 @@ class DataFile:
     """One file, written record by record.
 
     Arguments:
-        path: it is made, or emptied, at once, so that a path that cannot be written is told before anything ran.
+        path: it is opened at once, so that a path that cannot be written is told before anything ran, and emptied with the
+            first flush.
         again: add to what the same program has written.
+
+    Attributes:
+        new: whether there was no such file.
+        fault: why it ended early, if it did.
 
     Raises:
         ArgumentError: the path cannot be written, or there is something else than a data file.
@@ -47,14 +54,19 @@ class DataFile:
                 where=str(path),
                 instead="another path for the data file",
             )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
         try:
-            self._file = self.path.open("ab" if again else "wb", buffering=0)
+            # a descriptor and no file object, which would close whatever has its number later
+            self._descriptor = os.open(self.path, flags, 0o666)
         except OSError as error:
             raise ArgumentError(
                 f"the data file cannot be written: {error.strerror or error}",
                 where=str(path),
                 instead="a path in a folder that exists and can be written to",
             ) from error
+        self._identity = _identity(self._descriptor)
+        self._empties = not again
+        self.fault: OSError | None = None
         self._process = os.getpid()
         self._pack = zlib.compressobj(wbits=31)
         self._waiting: list[str] = []
@@ -92,11 +104,16 @@ class DataFile:
         """Flush and end the file. Closing twice does nothing."""
         with self._lock:
             if not self.closed:
-                try:
-                    self._flush(zlib.Z_FINISH)
-                finally:
-                    self.closed = True
-                    self._file.close()
+                self._flush(zlib.Z_FINISH)
+                self._end()
+
+    def drop(self) -> None:
+        """Close it as if it had never been opened: what stood there before stays, and a new file goes."""
+        with self._lock:
+            if not self.closed and self._empties:
+                self._end()
+                if self.new:
+                    self.path.unlink(missing_ok=True)
 
     def _flush(self, mode: int) -> None:
         if self.closed or os.getpid() != self._process:
@@ -108,9 +125,34 @@ class DataFile:
             self._put(self._pack.compress(text) + self._pack.flush(mode))
 
     def _put(self, data: bytes) -> None:
+        # the program may have closed all descriptors, as daemons do, and have a file of its own under this number
+        if _identity(self._descriptor) != self._identity:
+            self.closed, self.fault = True, OSError(errno.EBADF, "the program has closed it")
+            return
         view = memoryview(data)
-        while view:
-            view = view[self._file.write(view) or 0 :]
+        try:
+            if self._empties and stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                os.ftruncate(self._descriptor, 0)
+            self._empties = False
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        except OSError as error:  # the disk is full: the program goes on, and the file ends here
+            self.fault = error
+            self._end()
+
+    def _end(self) -> None:
+        self.closed = True
+        if os.getpid() == self._process and _identity(self._descriptor) == self._identity:
+            os.close(self._descriptor)
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    """Which file a descriptor stands for."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def header(program: str, argv: Sequence[str]) -> dict[str, Any]:

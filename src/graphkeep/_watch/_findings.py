@@ -8,6 +8,7 @@ and is no finding.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -64,15 +65,23 @@ def _growing(timeline: Timeline, census: list[Held], final: bool) -> Iterator[tu
 
 def _growth(timeline: Timeline, held: Held, final: bool) -> _Growth | None:
     steps = timeline.step
+    if timeline.unrolls and held.holder is None and not final:
+        return None  # in the middle of a forward, what C++ holds is held by nobody in Python
     if steps >= _FEW_STEPS:
         warm_up, end = max(1, steps // 6), steps - 1
         middle = (warm_up + end) // 2
         windows = [
-            [part for step, part in held.parts.items() if low <= step < high]
+            # a loop over layers or over time builds one graph, which grows; several graphs have a beginning each
+            [part for step, part in held.parts.items() if low <= step < high and (not timeline.unrolls or step in held.starts)]
             for low, high in ((warm_up, middle), (end - (middle - warm_up), end))
         ]
         few, many = sorted(len(window) for window in windows)
         if few < min(2, middle - warm_up) or 2 * few < many:
+            return None
+        # a window that slides has lost its oldest parts; what grows has them all
+        length = middle - warm_up
+        oldest = min((step for step in held.parts if step >= warm_up), default=end)
+        if oldest - warm_up > max(length / 4, 2 * length / max(len(windows[0]), 1)):
             return None
         parts = [part for window in windows for part in window]
         return _Growth(
@@ -232,6 +241,9 @@ def _grows_in(
     never = bool(held.sites) and not held.freed and not held.used and not any(site.by_backward for site in held.sites)
     tail = f", built at {built}" if built else ""
     detached = f"`{store.detached}`" if store and store.detached else f"`.detach()` on what is stored in `{holder.name}`"
+    inside = _INSIDE.search(holder.name)
+    if inside:  # what was stored is no tensor itself
+        detached = f"`.detach()` on the tensors in what is stored in `{holder.name[: inside.end()]}`"
     unless = "" if severity == "nodes grow" else "; or `.item()` for a number"
     if severity == "nodes grow":
         why = f"links each {growth.unit}'s graph to the last" if chain else "stores a tensor with its history"
@@ -282,6 +294,9 @@ def _grows_in(
         f"`{store.text}` stores a tensor with its history" if store else "what is stored there still has its history",
         f"{detached}{unless}",
     )
+
+
+_INSIDE = re.compile(r"(?<=\.\.)\d+\](?=[\[.])")  # `memory[0..39][1]`: the second of a tuple in each element
 
 
 def _outer(holder: Holder) -> str:

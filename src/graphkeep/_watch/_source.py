@@ -46,10 +46,12 @@ def stores(file: str, name: str, within: tuple[int, int] | None = None) -> list[
         name: as the program writes it; of an attribute path only the last part has to agree.
         within: only these lines.
     """
-    wanted, key = _plain(name), _key(name)
+    wanted, key, container = _plain(name), _key(name), ".." in name
     found = []
     for node in _statements(file):
         if within is not None and not within[0] <= node.lineno <= within[1]:
+            continue
+        if container and _creates(node, wanted):
             continue
         store = _store(node, wanted)
         if store is not None:
@@ -57,6 +59,15 @@ def stores(file: str, name: str, within: tuple[int, int] | None = None) -> list[
     # where the name has a key, the statements that name it say more than those about its neighbours
     keyed = [store for store in found if key is not None and key in store.text.replace("'", '"')]
     return keyed or found
+
+
+def _creates(node: ast.stmt, wanted: str) -> bool:
+    """Whether a statement makes a container and puts nothing into it: ``outs = []``, ``outs = defaultdict(list)``."""
+    if not isinstance(node, ast.Assign) or any(isinstance(target, ast.Subscript) for target in node.targets):
+        return False
+    if not any(_last(target) == wanted for target in node.targets):
+        return False
+    return isinstance(node.value, ast.Call) or not any(isinstance(part, ast.Name) for part in ast.walk(node.value))
 
 
 def _plain(name: str) -> str:

@@ -184,6 +184,7 @@ class Timeline:
         self.calls: dict[Site, list[int]] = {}  # calls, with retain_graph, of these reused, with create_graph, most kept
         self.optimizer_steps: deque[OptimizerStep] = deque(maxlen=_CALLS)
         self.mutations: deque[Mutation] = deque(maxlen=_CALLS)
+        self.unrolls = False  # steps are those of a loop that may build one graph: no backward that frees has ended one
         self.recorder: Any = None  # a `Recorder` that writes all this to a file
         self._records: dict[int, Record] = {}
         self._here = self.steps[0]
@@ -409,8 +410,9 @@ class Timeline:
         """Now, for a step that may turn out to have ended here."""
         return Moment(self.number, _built(), self.live, self.saved_bytes)
 
-    def restart(self, boundary: str) -> None:
+    def restart(self, boundary: str, unrolls: bool = False) -> None:
         """Something else ends a step from here on, as if it had from the beginning: all so far was step 0, and it goes on."""
+        self.unrolls = unrolls
         first, *others = self.steps
         for step in others:
             first.merge(step)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from graphkeep._errors import ArgumentError, ArgumentTypeError, WatchFailedWarning
+from graphkeep._errors import ArgumentError, ArgumentTypeError, WatchFailedWarning, programs_own
 from graphkeep._ledger import LEDGER, Call, Entry
 from graphkeep._units import format_bytes
 from graphkeep._watch import _census, _export, _findings, _postmortem, _tables
@@ -30,9 +30,9 @@ Schedule: TypeAlias = Callable[[int], torch.profiler.ProfilerAction]
 # What ends a step: the last of these that the program has shown. A loop that only runs forward comes to its first line again.
 _BOUNDARIES = ("forward", "backward", "optimizer", "own")
 _FORWARD, _BACKWARD, _OPTIMIZER, _OWN = range(4)
-_FIRST_LOOK = 8  # steps; the next ones at twice as many each, for what a local variable holds is gone when a run has ended
-_SHARE = 0.05  # of the time of a run that looks may take, and of the first three
-_FIRST_SHARE = 0.25
+_FIRST_LOOK = 8  # steps; others follow, for what a local variable holds is gone when a run has ended
+_AGAIN = 1.25  # the next look after so many times the steps (twice as many while looks are few), if they have not taken more
+_FREE, _SHARE = 1.5, 0.1  # than so many seconds, or this share of the time
 
 
 class watch:
@@ -46,7 +46,7 @@ class watch:
         schedule: as `torch.profiler.schedule` makes it: a function from the number of the step to a
             `torch.profiler.ProfilerAction`; nothing is recorded in a step for which it says ``NONE``. None records all.
         file: a path; what is seen is written there while the program runs, for `graphkeep report`. Then holders are looked at
-            after 8, 16, 32... steps, too.
+            from time to time, too: 1.5 s of looks, and at most a tenth of the time of a long run.
 
     Attributes:
         timeline: the record itself.
@@ -144,9 +144,14 @@ class watch:
             with self._guarded():
                 if recorder is not None:
                     recorder.end(how, error)
+                    self._warn_of(recorder.file.fault)
         finally:  # Ctrl-C, too, while it looks
             self._leave()
             self._running, self._error = False, None
+
+    def _warn_of(self, fault: OSError | None) -> None:
+        if fault is not None and not isinstance(self._file, DataFile):
+            warnings.warn(f"the data file ends early: {fault.strerror}", WatchFailedWarning, stacklevel=4)
 
     def step(self) -> None:
         """The end of a step. With the first call nothing else ends one any more."""
@@ -206,24 +211,25 @@ class watch:
         site = entry.mark[0]
         if site is self._repeats or (self._repeats is None and site.tensors > 1):
             self._repeats = site
-            self._rise(_FORWARD)
+            self._rise(_FORWARD, unrolls=True)
             self._next_step(now._replace(built=now.built - 1))  # the node that saves it has its number already
 
-    def _begins_step(self, line: Site) -> None:
+    def _begins_step(self, line: Site, unrolls: bool) -> None:
         """Before any optimizer's step: when the first backward's line comes again, a step had ended with its last return."""
-        if self._level < _BACKWARD:
-            self._rise(_BACKWARD)
+        if self._level < _BACKWARD or (self.timeline.unrolls and not unrolls):
+            self._level = _FORWARD
+            self._rise(_BACKWARD, unrolls)
             self._repeats, self._ended = line, None
         elif line is self._repeats and self._ended is not None:
             self._next_step(self._ended)
             self._ended = None
 
-    def _rise(self, level: int) -> None:
+    def _rise(self, level: int, unrolls: bool = False) -> None:
         """The program has shown something that says better where its steps end: they are counted anew."""
         if level <= self._level:
             return
         self._level = level
-        self.timeline.restart(_BOUNDARIES[level])
+        self.timeline.restart(_BOUNDARIES[level], unrolls)
         self._look_at = _FIRST_LOOK
         if level >= _BACKWARD and self._recording:
             self.saved = self.timeline.saved
@@ -242,10 +248,10 @@ class watch:
     def _look_now_and_then(self) -> None:
         if self.timeline.recorder is None or self.timeline.step < self._look_at:
             return
-        share = _FIRST_SHARE if self.timeline.step <= 4 * _FIRST_LOOK else _SHARE
-        if not self._looked or self._looked < share * (time.monotonic() - self._begun):
+        few = self._looked < _FREE
+        if few or self._looked < _SHARE * (time.monotonic() - self._begun):
             self._look()
-        self._look_at = 2 * self.timeline.step
+            self._look_at = 2 * self.timeline.step if few else max(self.timeline.step + 1, int(_AGAIN * self.timeline.step))
 
     def _abandon(self) -> None:
         """In a forked child: it runs as without a watch, and writes nothing."""
@@ -262,7 +268,7 @@ class watch:
         """For the ledger."""
         with self._guarded():
             if self._level <= _BACKWARD:
-                self._begins_step(self.timeline.sites.line(3))
+                self._begins_step(self.timeline.sites.line(3), call.create_graph)
             self.timeline.begins(call)
 
     def ends(self, call: Call, error: BaseException | None) -> None:
@@ -286,6 +292,8 @@ class watch:
         try:
             yield
         except Exception as error:
+            if programs_own(error):
+                raise
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:

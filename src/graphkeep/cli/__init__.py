@@ -31,6 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GraphkeepError as error:
         print(f"graphkeep {args.command}: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # what is printed to, such as a full disk
+        print(f"graphkeep {args.command}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -117,6 +117,8 @@ def run(program: Program, raised: Callable[[BaseException], None]) -> None:
     else:
         loader = importlib.machinery.SourceFileLoader("__main__", program.file)
         main.__dict__.update(__loader__=loader, __package__=None, __cached__=None)
+    if sys.version_info < (3, 14):
+        main.__dict__.update(__annotations__={})
     sys.modules["__main__"] = main
     sys.argv[:] = program.argv
     if not getattr(sys.flags, "safe_path", False):

@@ -66,10 +66,11 @@ def run(args: argparse.Namespace) -> int:
     except ArgumentError as error:
         session.drop()
         print(f"graphkeep run: {error}", file=sys.stderr)
-        return 2  # python's own, for a file that it cannot open
+        return 1 if args.module else 2  # as python
     except BaseException:
         session.drop()
         raise
+    session.file.flush()
     _program.run(program, session.raised)
     return 0
 
@@ -93,7 +94,6 @@ class Session:
         self.file = DataFile(os.path.abspath(path))  # the program may change its folder
         self._command = f"graphkeep report {shlex.quote(path)}"
         self.file.write(first)
-        self.file.flush()
         self._process = os.getpid()
         self._watch: watch | None = None
         self._how = "finished"
@@ -108,9 +108,7 @@ class Session:
         """There is no such program: nothing is left behind."""
         atexit.unregister(self.finish)
         self._waits.remove()
-        self.file.close()
-        if self.file.new:
-            self.file.path.unlink(missing_ok=True)
+        self.file.drop()
 
     def _torch_is_here(self) -> None:
         try:
@@ -120,6 +118,8 @@ class Session:
             seen._last_step = self._args.steps
             seen.start()
             self._watch = seen
+        except ImportError:  # a module of that name that is not torch
+            logging.getLogger("graphkeep").debug("this torch cannot be watched", exc_info=True)
         except Exception:  # whatever is wrong with us, the program has nothing to do with it
             logging.getLogger("graphkeep").exception("the watch could not be started; the program goes on")
 
@@ -159,6 +159,9 @@ class Session:
     def _say(self) -> None:
         if self._args.quiet and not self._args.fail_on and not self._args.open:
             return
+        if self.file.fault is not None and not self._args.quiet:
+            text = f"the data file ends early, and the verdict with it: {self.file.fault.strerror}"
+            print(f"graphkeep run: {text}", file=sys.stderr, flush=True)
         if not self.file.path.is_file():
             print(f"graphkeep run: {self.file.path} cannot be read again, so there is no verdict", file=sys.stderr, flush=True)
             return

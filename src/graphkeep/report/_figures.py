@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphkeep.report import _run
 from graphkeep.report._run import Run, Sample
-
-_WINDOWED = 8  # steps (or merged records of them); with fewer there are no two windows after a warm-up
 
 
 @dataclass
@@ -39,18 +38,8 @@ def saved_per_step(run: Run) -> int:
 
 
 def growth(run: Run) -> int:
-    """By how many bytes more is left from step to step, after a warm-up.
-
-    The most that was left in the last quarter of the steps, less the most in the second quarter: a state that is carried over a
-    few steps and then detached rises and falls, and its tops stay where they are.
-    """
-    steps = run.steps
-    if len(steps) < _WINDOWED:
-        return 0
-    quarter = len(steps) // 4
-    early, late = steps[quarter : 2 * quarter], steps[-quarter:]
-    apart = late[0].first - early[0].first
-    return (max(step.left for step in late) - max(step.left for step in early)) // apart if apart > 0 else 0
+    """By how many bytes more is left from step to step, after a warm-up."""
+    return _run.growth(run.steps)
 
 
 def fullest(run: Run) -> Sample | None:

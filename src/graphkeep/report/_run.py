@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +183,17 @@ class Run:
 
     @property
     def shown_looks(self) -> list[Look]:
-        """The final look, and the last one before it: a local variable that held graphs is gone when the program has ended."""
-        during = [look for look in self.looks if not look.final]
-        return [look for look in self.looks if look.final][-1:] + during[-1:]
+        """The final look, and the last one before it: a local variable that held graphs is gone when the program has ended.
+
+        What was true early in a long run need not have stayed so. Such a look counts only as far as the bytes that were left
+        went on to grow.
+        """
+        final = [look for look in self.looks if look.final][-1:]
+        during = [look for look in self.looks if not look.final][-1:]
+        if final and during and 2 * during[0].step < self.steps_done:
+            grown = [f for f in during[0].findings if f.severity == "bytes grow"] if growth(self.steps) > 0 else []
+            during = [replace(during[0], findings=grown)]
+        return final + during
 
     @property
     def steps_done(self) -> int:
@@ -207,3 +215,20 @@ class Run:
 def _growth(finding: Finding) -> str:
     """What grows by how much, without the name of the holder."""
     return finding.what.rpartition(") ")[2]
+
+
+_WINDOWED = 8  # steps, from which on growth over them means something
+
+
+def growth(steps: list[Step]) -> int:
+    """By how many bytes more is left from step to step, after a warm-up.
+
+    The most that was left in the last quarter of the steps, less the most in the second quarter: a state that is carried over a
+    few steps and then detached rises and falls, and its tops stay where they are.
+    """
+    if len(steps) < _WINDOWED:
+        return 0
+    quarter = len(steps) // 4
+    early, late = steps[quarter : 2 * quarter], steps[-quarter:]
+    apart = late[0].first - early[0].first
+    return (max(step.left for step in late) - max(step.left for step in early)) // apart if apart > 0 else 0

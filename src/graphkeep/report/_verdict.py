@@ -82,11 +82,14 @@ def _nothing(run: Run) -> Verdict:
             "they are other processes, which `graphkeep run` does not follow",
             "the launcher first: torchrun ... -m graphkeep run train.py ...",
         )
+    if run.how == "raised":
+        first = (run.error or "").splitlines()[0] if run.error else "an exception"
+        return Verdict(
+            "no graph was seen", f"the program raised {first} before anything was saved for a backward", "mend that first"
+        )
     why = "nothing was saved for a backward in this process"
     if run.torch is False:
         why = "the program did not import torch"
-    if run.how == "raised":
-        why = f"the program raised {(run.error or '').splitlines()[0]} before anything was saved for a backward"
     return Verdict("no graph was seen", why, "run the process that trains: processes that a program starts are not followed")
 
 

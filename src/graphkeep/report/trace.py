@@ -81,6 +81,9 @@ def _events(run: Run, process: int, later: float) -> Iterator[dict[str, Any]]:
         yield {"ph": "e", "ts": max(clock.at(life.died_at), start + 1), **common}
 
 
+_MOST = 2.0**53  # microseconds; a damaged file may say anything
+
+
 class _Clock:
     """Microseconds of a moment that the file knows as `at`: between those of which it knows both, evenly."""
 
@@ -95,7 +98,7 @@ class _Clock:
                 self._s.append(s)
 
     def second(self, s: float) -> int:
-        return round((self._later + s) * _SECOND)
+        return round(min((self._later + s) * _SECOND, _MOST))
 
     def at(self, at: int) -> int:
         after = bisect_right(self._at, at)
