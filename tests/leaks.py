@@ -543,6 +543,23 @@ def d12_kept(w: Watch, look: Look) -> None:
     look()
 
 
+def d5_transitions(w: Watch, look: Look) -> None:
+    class Replay:
+        def __init__(self) -> None:
+            self.memory: deque[Any] = deque(maxlen=1_000)
+
+        def push(self, *transition: Any) -> None:
+            self.memory.append(transition)  # HERE
+
+    net, replay = nn.Linear(8, 4), Replay()
+    for i in range(STEPS):
+        x, _y = batch()
+        q = net(x).exp()
+        replay.push(i, q.max(1).values, x)
+        w.step()
+    look()
+
+
 def d8_capture(w: Watch, look: Look) -> None:
     class Classifier(nn.Module):
         def __init__(self) -> None:

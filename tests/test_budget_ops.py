@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
-SAMPLES = 4
+SAMPLES = 2
 
 
 @contextlib.contextmanager
@@ -114,5 +114,5 @@ def test_an_operator_of_torchs_database_has_its_gradients_when_all_is_dropped(pa
             if holdings.values or holdings.live:
                 wrong.append(f"{name}: {holdings.live} B left")
     assert wrong == []
-    assert checked > 150
-    assert replayed > 100
+    assert checked > 80
+    assert replayed > 50

@@ -219,6 +219,15 @@ CASES = [
         STOP_GRADIENT,
         severity=GROWS,
     ),
+    Case(
+        "D5 transitions",
+        leaks.d5_transitions,
+        KEPT,
+        ("memory", "@HERE"),
+        ("`.detach()` on the tensors in what is stored in `replay.memory[0..",),
+        absent=("transition.detach()",),
+        severity=GROWS,
+    ),
     Case("D12 kept", leaks.d12_kept, ("GK101", "GK301"), ("losses", "@HERE"), STOP_GRADIENT, severity=(*GROWS, *COSTS)),
     Case("D8 per sample", leaks.d8_per_sample, KEPT, ("activations", "@HERE"), STOP_GRADIENT, severity=GROWS),
     Case(
