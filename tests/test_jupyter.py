@@ -58,6 +58,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Notebo
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # the shell puts its own there
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr("builtins._", raising=False)  # where something else has put it there, IPython leaves `_` alone
     settings = Config()
     settings.HistoryManager.enabled = False
     settings.InteractiveShell.colors = "nocolor"
