@@ -93,41 +93,28 @@ def unrolled() -> None:
     v.sum().backward()
 
 
-def losses_of_an_epoch() -> None:
+def train(steps: int, kept: "list[Tensor] | deque[Tensor]") -> None:
     net = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(steps):
+        loss = net(torch.randn(4, 8)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        kept.append(loss)
+
+
+def losses_of_an_epoch() -> None:
     for _ in range(3):
-        losses: list[Tensor] = []
-        for _ in range(100):
-            loss = net(torch.randn(4, 8)).pow(2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
+        train(100, [])
 
 
 def last_losses() -> None:
-    net = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    recent: deque[Tensor] = deque(maxlen=100)
-    for _ in range(400):
-        loss = net(torch.randn(4, 8)).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        recent.append(loss)
+    train(400, deque(maxlen=100))
 
 
 def a_window() -> None:
-    net = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    recent: deque[Tensor] = deque(maxlen=20)
-    for _ in range(32):
-        loss = net(torch.randn(4, 8)).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        recent.append(loss)
+    train(32, deque(maxlen=20))
 
 
 def memory_runs_out_in_the_first_forward() -> None:
@@ -169,7 +156,7 @@ def test_several_graphs_of_such_a_loop_that_are_kept_are_a_leak(tmp_path: Path) 
 
 
 def test_a_leak_of_a_local_variable_is_found_though_the_last_look_was_early(tmp_path: Path) -> None:
-    def train(watch: gk.watch) -> None:
+    def train_and_keep(watch: gk.watch) -> None:
         net, kept = nn.Linear(8, 8), []
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         for i in range(400):
@@ -183,8 +170,45 @@ def test_a_leak_of_a_local_variable_is_found_though_the_last_look_was_early(tmp_
 
     watch = gk.watch(file=tmp_path / "run.graphkeep")
     with watch:
-        train(watch)
+        train_and_keep(watch)
     run = read(tmp_path / "run.graphkeep")
     assert [look.step for look in run.looks if not look.final][-1] < 200
     (finding,) = run.findings
     assert "`kept[0.." in finding.what
+
+
+def test_a_loop_over_layers_is_none_of_the_steps_that_are_asked_for(tmp_path: Path) -> None:
+    layer = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    watch = gk.watch(file=tmp_path / "run.graphkeep")
+    watch._last_step = 3
+    with watch:
+        for _ in range(6):
+            x = torch.randn(4, 8)
+            for _ in range(20):
+                x = layer(x).tanh()
+            optimizer.zero_grad()
+            x.sum().backward()
+            optimizer.step()
+    run = read(tmp_path / "run.graphkeep")
+    assert (run.how, run.steps_done, run.boundary) == ("steps", 3, "optimizer")
+
+
+def test_a_schedule_counts_no_loop_over_layers(tmp_path: Path) -> None:
+    layer = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    asked: list[int] = []
+
+    def schedule(step: int) -> torch.profiler.ProfilerAction:
+        asked.append(step)
+        return torch.profiler.ProfilerAction.RECORD
+
+    with gk.watch(schedule=schedule):
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            for _ in range(20):
+                x = layer(x).tanh()
+            optimizer.zero_grad()
+            x.sum().backward()
+            optimizer.step()
+    assert asked == [0, 1, 2, 3]

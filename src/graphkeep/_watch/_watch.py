@@ -179,7 +179,7 @@ class watch:
         if wanted and not self._recording:
             # bound anew, so that one call less lies on the way of every saved tensor
             self.saved, self.died, self.used = self.timeline.saved, self.timeline.died, self.timeline.used
-            if self._level < _BACKWARD:
+            if self._level < _BACKWARD and self._schedule is None:
                 self.saved = self._saved_in_loop
             LEDGER.join(self)
         elif not wanted:
@@ -242,7 +242,8 @@ class watch:
             self._record(wanted)
             with self._guarded():
                 self._look_now_and_then()
-            if self._last_step is not None and self.timeline.step >= self._last_step:
+            # a loop over layers is no step of a training
+            if self._last_step is not None and self.timeline.step >= self._last_step and not self.timeline.unrolls:
                 self._end("steps")
 
     def _look_now_and_then(self) -> None:
@@ -267,7 +268,8 @@ class watch:
     def begins(self, call: Call) -> None:
         """For the ledger."""
         with self._guarded():
-            if self._level <= _BACKWARD:
+            # a schedule is the program's, and counts what the program says are steps
+            if self._level <= _BACKWARD and self._schedule is None:
                 self._begins_step(self.timeline.sites.line(3), call.create_graph)
             self.timeline.begins(call)
 

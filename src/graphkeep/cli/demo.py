@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from graphkeep import __version__
 from graphkeep._errors import GraphkeepError
 from graphkeep._units import format_bytes
+from graphkeep.cli._arguments import count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,18 +35,11 @@ _TOLERANCE = 1e-5
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--steps", type=_count, default=20, metavar="N", help="timed steps each way (default: 20)")
+    parser.add_argument("--steps", type=count, default=20, metavar="N", help="timed steps each way (default: 20)")
     parser.add_argument(
         "--page", default="graphkeep-demo.html", metavar="OUT", help="where the report page goes (default: graphkeep-demo.html)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table; no page")
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{count} is less than 1")
-    return count
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from graphkeep._errors import ArgumentError, GraphkeepError
 from graphkeep._watch._datafile import DataFile, header, said
 from graphkeep.cli import _program
+from graphkeep.cli._arguments import count
 from graphkeep.cli._on_import import AfterImport
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="the data file (default: <script>.<pid>.graphkeep)")
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing at the end")
     parser.add_argument("--open", action="store_true", help="write the page beside the data file and open it at the end")
-    parser.add_argument("--steps", type=_count, metavar="N", help="watch the first N steps; the program goes on")
+    parser.add_argument("--steps", type=count, metavar="N", help="watch the first N steps; the program goes on")
     parser.add_argument(
         "--fail-on",
         action="append",
@@ -44,13 +45,6 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", help="a script, a folder or zip file with a __main__.py, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{count} is less than 1")
-    return count
 
 
 def run(args: argparse.Namespace) -> int:
