@@ -276,6 +276,18 @@ def test_what_a_signal_handler_of_the_programs_raises_reaches_the_program(where:
     assert _ledger._top() is None
 
 
+@pytest.mark.parametrize("alive", [True, False])
+def test_an_optimizer_that_has_retired_ends_no_steps_any_more(alive: bool) -> None:
+    model, kept = net(), []
+    with gk.watch() as w:
+        for _ in range(16):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            model(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+            kept += [optimizer] if alive else []
+    assert w.timeline.step == (13 if alive else 16)
+
+
 def test_threads_that_start_in_the_block_are_seen() -> None:
     seen = []
 

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -30,6 +31,7 @@ Schedule: TypeAlias = Callable[[int], torch.profiler.ProfilerAction]
 # What ends a step: the last of these that the program has shown. A loop that only runs forward comes to its first line again.
 _BOUNDARIES = ("forward", "backward", "optimizer", "own")
 _FORWARD, _BACKWARD, _OPTIMIZER, _OWN = range(4)
+_MOST_NEW = 4  # optimizers that step for the first time, while the one that ended steps does not
 _FIRST_LOOK = 8  # steps; others follow, for what a local variable holds is gone when a run has ended
 _AGAIN = 1.25  # the next look after so many times the steps (twice as many while looks are few), if they have not taken more
 _FREE, _SHARE = 1.5, 0.1  # than so many seconds, or this share of the time
@@ -94,6 +96,8 @@ class watch:
         self._begun = time.monotonic()
         self._handles: list[Any] = []
         self._boundary: Any = None
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._new, self._most_new = 0, _MOST_NEW  # optimizers met since the boundary last stepped
         self._findings: list[Finding] | None = None
         self._held: list[dict[str, Any]] = []
         self._failed = False
@@ -197,10 +201,16 @@ class watch:
             self.timeline.optimizer_stepped(optimizer)
             # several optimizers step in one step (GAN): the first one that is still there ends it
             boundary = self._boundary() if self._boundary is not None else None
-            if boundary is None:
-                boundary = optimizer
+            if boundary is not optimizer and optimizer not in self._stepped:
+                self._new += 1
+            self._stepped.add(optimizer)
+            # a program that makes an optimizer for each trial may leave the first one behind, alive
+            if boundary is None or self._new >= self._most_new:
+                self._most_new = _MOST_NEW if boundary is None else 1
+                self._new, boundary = 0, optimizer
                 self._boundary = self.timeline.optimizer_steps[-1].optimizer
             ends = boundary is optimizer and self._level == _OPTIMIZER
+            self._new = 0 if boundary is optimizer else self._new
         if ends:
             self._next_step()
 
