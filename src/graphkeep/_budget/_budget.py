@@ -10,6 +10,7 @@ from typing import Literal
 from typing_extensions import Self
 
 from graphkeep._budget._holdings import Holdings
+from graphkeep._budget._plan import smallest
 from graphkeep._errors import ArgumentError, ArgumentTypeError, BudgetError, caller
 from graphkeep._ledger import LEDGER
 from graphkeep._units import format_bytes, parse_bytes
@@ -135,7 +136,7 @@ class budget:
     def smallest(self) -> int | None:
         """The smallest limit, in bytes, that the last step could have had; None before one has ended."""
         last = self._holdings.steps.last
-        return None if last is None else self._holdings.steps.smallest(last)
+        return None if last is None else smallest(last)
 
     @property
     def recomputed_ops(self) -> int:
