@@ -76,6 +76,7 @@ class Entry(_saved.Packed):
     def released(self) -> None:
         if self.number:
             _died(self)
+        self.source = None
 
     def __del__(self) -> None:
         if self.number and self.tombstone is None and LEDGER.listeners:

@@ -313,7 +313,10 @@ class Holdings(Companion):
 
     def end_step(self) -> None:
         """No graph is alive."""
+        without = self.limit is None
         self.steps.end(self.record.trace, self.peak)
+        if without and self.limit is not None:
+            self.peak = self.live  # under the limit, which is a share of what it was without
         for orphan in self._orphans:
             self._let_go(orphan)
         self._orphans.clear()

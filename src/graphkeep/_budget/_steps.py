@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphkeep._budget._plan import Plan, plan, smallest
-from graphkeep._budget._trace import Trace, TracedOp
+from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Value
 
 _PLANS = 16  # streams that are known at a time
@@ -80,7 +80,7 @@ class Steps:
         used = self._used[id(followed)] = self._used.get(id(followed), 0) + 1
         if used in _AGAIN and len(trace.ops) == len(followed.trace.ops):
             pairs = zip(trace.ops, followed.trace.ops, strict=True)
-            trace.ops = [TracedOp(min(new.seconds, old.seconds), new.reads, new.makes) for new, old in pairs]
+            trace.ops = [new._replace(seconds=min(new.seconds, old.seconds)) for new, old in pairs]
             assert self.limit is not None
             self._learn(plan(trace, self.limit), used)
             self._in_vain = 0
@@ -99,6 +99,11 @@ class Steps:
         self.plans = [*[old for old in self.plans if old.saves != new.saves][1 - _PLANS :], new]
         counts = {id(old): self._used.get(id(old), 0) for old in self.plans}
         self._used = counts | {id(new): used}
+
+    def plan_of(self, trace: Trace) -> Plan | None:
+        """The plan for a trace's stream."""
+        saves = trace.saves
+        return next((plan for plan in self.plans if plan.saves == saves), None)
 
     def smallest(self, trace: Trace) -> int:
         """The smallest limit in bytes for a step that has come so far; for the whole step, if it is like the last so far."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from graphkeep._budget._values import Op, Value
 
@@ -18,11 +18,12 @@ _DEEPEST = 128  # ops that are looked at to tell what having a value again costs
 
 
 class TracedOp(NamedTuple):
-    """An op of a trace: its seconds, the values that it read, and those that it made."""
+    """An op of a trace: its seconds, the values that it read, those that it made, and what ran."""
 
     seconds: float
     reads: tuple[int, ...]
     makes: list[int]
+    func: Any = None
 
 
 @dataclass(slots=True)
@@ -32,13 +33,13 @@ class Made:
     Attributes:
         nbytes: of its storage.
         op: what made it; -1: it cannot be made again.
-        pinned: whether it must not be dropped.
+        pinned: why it must not be dropped; empty if it may be.
         nodes: the numbers of the nodes that saved it.
     """
 
     nbytes: int
     op: int
-    pinned: bool
+    pinned: str
     nodes: list[int] = field(default_factory=list)
 
     @property
@@ -73,14 +74,14 @@ class Trace:
         for v in reads:
             if self.values[v].op < 0:
                 self.first_readers.setdefault(v, len(self.ops))
-        self.ops.append(TracedOp(op.seconds, reads, []))
+        self.ops.append(TracedOp(op.seconds, reads, [], op.func))
         self.closed = len(self.ops) > _LONGEST
         return len(self.ops) - 1
 
     def add(self, value: Value, op: int) -> int:
         value.trace, value.number = self, len(self.values)
         if not self.closed:
-            self.values.append(Made(value.nbytes, op, bool(value.pinned)))
+            self.values.append(Made(value.nbytes, op, value.pinned))
             if op >= 0:
                 self.ops[op].makes.append(value.number)
         return value.number
@@ -97,7 +98,7 @@ class Trace:
         self.events.append((what, number))
         self.nodes.append(node)
         if what in ("save", "keep"):
-            self.values[number].pinned = bool(value.pinned)
+            self.values[number].pinned = value.pinned
         if what == "save":
             self.values[number].nodes.append(node)
 
@@ -215,7 +216,7 @@ class _Run:
         self.node = node
         self.waiting.add(v)
         made = self.trace.values[v]
-        pinned = made.op < 0 or made.pinned
+        pinned = made.op < 0 or bool(made.pinned)
         self.orphans.discard(v)
         if v in self.held or (not pinned and v in self.dropped):
             return
@@ -289,7 +290,7 @@ class _Run:
         readers[wanted] = 1
         own: set[int] = set()
         for k, number in enumerate(sorted(closure)):
-            seconds, reads, makes = ops[number]
+            seconds, reads, makes, _ = ops[number]
             need = sum([values[m].nbytes for m in makes])
             if not strict and not self.room(need, readers, k):
                 self.live -= sum(values[m].nbytes for m in own)
