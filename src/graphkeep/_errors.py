@@ -88,6 +88,9 @@ class BudgetError(GraphkeepError):
 
     smallest = 0
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return (*super().__reduce__(), {"smallest": self.smallest})
+
 
 class DataFileError(GraphkeepError, ValueError):
     """A file that `graphkeep run` should have written cannot be read: damaged, foreign, or of a newer graphkeep."""

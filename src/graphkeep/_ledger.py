@@ -382,7 +382,7 @@ def _enter(tensor: torch.Tensor, is_output: bool | None = None) -> Entry:
 
 def _detach(tensor: torch.Tensor) -> torch.Tensor:
     modes = _dispatch_modes()
-    if modes and modes <= LEDGER._thread.modes:  # a listener's own need not see it
+    if modes and modes <= LEDGER._thread.modes and type(tensor) in _PLAIN:  # a listener's own need not see it
         with _C._ExcludeDispatchKeyGuard(_BY_MODES):
             return tensor.detach()
     return tensor.detach()

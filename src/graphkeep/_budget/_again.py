@@ -58,7 +58,7 @@ class Again:
                 store.count(value.nbytes)
             with aside():
                 for k, op in enumerate(missing.ops):
-                    store.later(0, k)
+                    store.later(0, 2 * k)
                     if not store.room(op.nbytes, readers):
                         return False
                     again = Rerun(op, lambda v: there[id(v)], lambda v: id(v) in own and readers[id(v)] == 1)
@@ -76,6 +76,7 @@ class Again:
                     for place, ref in op.made:
                         made = ref()
                         if made is not None and made.now() is None:
+                            store.later(0, 2 * k + 1)
                             self._result(made, again.storages[place], wanted, strict, readers, there, own)
                     if store.meter is not None:
                         for storage in again.storages.values():
@@ -97,7 +98,7 @@ class Again:
     ) -> None:
         store = self.store
         keep = not strict and not store.drop_all and value.current and value.held is None and store.asked_for(value)
-        if value is wanted or (keep and store.fits(value.nbytes)):
+        if value is wanted or (keep and store.worth(value, readers)):
             store.hold(value, storage)
             if id(value) in readers:
                 there[id(value)] = storage
@@ -167,9 +168,9 @@ def _check_unchanged(value: Value) -> None:
                 break
     if changed:
         raise ChangedGraphError(
-            "a tensor was changed in place inside a backward, and what was dropped depends on what it held before",
+            "what was dropped needs what a tensor held that was changed in a backward, or after the budget was left",
             where=caller(),
-            instead="change it after the backward, or give the budget more bytes",
+            instead='change it after the backward, or gk.budget(..., on_exit="bring")',
         )
 
 

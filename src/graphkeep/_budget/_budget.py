@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
 import threading
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from typing_extensions import Self
@@ -43,7 +44,7 @@ class budget:
     Attributes:
         limit: in bytes; None before the first step has ended, for a share.
         live: bytes that are held now.
-        peak: bytes that were held at most.
+        peak: bytes that were held at most; of a share, since the first step, which has no limit, has ended.
         recomputed_ops, recomputed_flops, recomputed_seconds: what ran again: aten ops, their floating-point operations as
             `torch.utils.flop_counter` counts them, and the seconds that they took the first time.
         steps: that have ended.
@@ -80,7 +81,10 @@ class budget:
                 where=caller(),
                 instead='gk.budget("2GiB") or gk.budget(device_memory="16GiB")',
             )
-        name, given = ("limit", limit) if limit is not None else ("device_memory", device_memory)
+        name = "limit" if limit is not None else "device_memory"
+        given: Any = limit if limit is not None else device_memory
+        if isinstance(given, numbers.Integral) and not isinstance(given, bool):
+            given = int(given)
         if isinstance(given, bool) or not isinstance(given, (int, float, str)):
             raise ArgumentTypeError(
                 f"{name}={given!r} is {type(given).__name__}",
@@ -137,6 +141,8 @@ class budget:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if not self._active:
+            raise ArgumentError("this budget is not active", where=caller(), instead="with gk.budget(...) as b:")
         self._leave()
         if self._on_exit == "bring" and error is None:
             self._holdings.bring_all()

@@ -13,14 +13,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
+from graphkeep import _saved
 from graphkeep._budget._again import Again
 from graphkeep._budget._meter import Meter
 from graphkeep._budget._record import Mode, Record, tensors_in
 from graphkeep._budget._rerun import aside
 from graphkeep._budget._steps import Steps
 from graphkeep._budget._store import NO_TENSOR, Store
+from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Geometry, Kept, Storage, Value, geometry
 from graphkeep._ledger import LEDGER, Call, Companion, Entry, changed_error
 from graphkeep._storage import storages
@@ -36,14 +39,30 @@ class _Mine(threading.local):
 
 
 class Source:
-    """Where an entry's tensor comes from."""
+    """Where an entry's tensor comes from.
 
-    __slots__ = ("geometry", "holdings", "value")
+    Attributes:
+        counter: once the entry has parted with its tensor, an empty one that counts changes with it.
+        version: what it counted when the tensor was saved.
+    """
+
+    __slots__ = ("counter", "geometry", "holdings", "value", "version")
 
     def __init__(self, holdings: Holdings, value: Value, geometry: Geometry) -> None:
         self.holdings = holdings
         self.value = value
         self.geometry = geometry
+        self.counter: torch.Tensor | None = None
+        self.version = 0
+
+    def part_with(self, entry: Entry) -> None:
+        """The entry is about to let go of its tensor: go on counting whether the program changes that in place."""
+        tensor = entry.tensor
+        if tensor is not None and self.counter is None and not tensor.is_inference():
+            with aside():
+                counter = tensor.detach()
+                counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self.counter, self.version = counter, entry.version
 
     @property
     def held(self) -> bool:
@@ -55,14 +74,14 @@ class Source:
         return self.holdings.bring(entry)
 
 
-def saved_by_function(outputs: Any) -> tuple[torch.Tensor, ...]:
-    """What the custom function that gave some outputs holds in ``ctx.saved_tensors``."""
+def saved_by_function(outputs: Any) -> tuple[str, list[torch.Tensor]]:
+    """What the custom function that gave some outputs has saved, with its name."""
     for output in tensors_in(outputs):
         node: Any = output.grad_fn
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            saved: tuple[Any, ...] = node.saved_tensors
-            return tuple([tensor for tensor in saved if tensor is not None])
-    return ()
+        if node is not None and _saved.is_custom(node):
+            held = [slot.value for slot in _saved.slots(node) if slot.state is _saved.State.HELD]
+            return type(node).__name__.removesuffix("Backward"), held
+    return "", []
 
 
 class Holdings(Companion):
@@ -82,10 +101,10 @@ class Holdings(Companion):
         spill: str = "recompute",
         device: torch.device | None = None,
     ) -> None:
-        self.record = Record(self.changing, self.follow, self.end_step)
+        self.record = Record(self)
         self.steps = steps if isinstance(steps, Steps) else Steps(steps, None, plans=spill == "recompute")
         self.record.small = min(_SMALL, (self.steps.limit or 0) >> 8)
-        self.store = Store(self.steps, lambda: self.record.trace, spill, None if device is None else Meter(device))
+        self.store = Store(self.steps, self.record, spill, None if device is None else Meter(device))
         self.store.drop_all = drop_all
         self.again = Again(self.store)
         self._outside: dict[int, Any] = {}  # storages that custom functions have saved
@@ -102,7 +121,8 @@ class Holdings(Companion):
         if tensor.is_leaf and tensor.requires_grad:
             return
         with self._lock:
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
+            plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+            if plain and forward_ad._current_level < 0:  # otherwise it may have a tangent, which a storage has not
                 self._saved(entry, tensor, tensor.untyped_storage(), geometry(tensor))
             else:
                 for storage in storages(tensor):
@@ -131,13 +151,17 @@ class Holdings(Companion):
             self.record.trace.note("save", value, entry.node)
             self.store.numbered[value.number] = value
             if self.steps.drops(value) and not value.pinned:
+                entry.source.part_with(entry)
                 self.store.dropped_bytes += value.nbytes
                 return
         else:
             self.record.trace.also(value, entry.node)
         if value.held is not None or value.kept is not None:
             return
+        if not first and not value.pinned:
+            entry.source.part_with(entry)  # it was dropped before
         if self.store.drop_all and not value.pinned:
+            entry.source.part_with(entry)
             self.store.dropped_bytes += value.nbytes
         elif first or value.pinned:
             self.store.later(-1, 0)
@@ -146,6 +170,7 @@ class Holdings(Companion):
             elif self.store.stays(value):
                 raise self.store.too_small(value.nbytes)
             else:
+                entry.source.part_with(entry)
                 self.store.spill(value, storage)
                 self.store.dropped_bytes += value.nbytes
 
@@ -236,7 +261,7 @@ class Holdings(Companion):
 
     def applied(self, args: Any, outputs: Any) -> None:
         """Count what a custom function has saved for as long as that is alive: the function holds it, and it is not dropped."""
-        saved = saved_by_function(outputs)
+        name, saved = saved_by_function(outputs)
         if not saved:
             return
         given = {s._cdata for t in tensors_in(args) for s in storages(t)}
@@ -249,10 +274,10 @@ class Holdings(Companion):
                     if value is None and not (storage._cdata in given or (base.is_leaf and base.requires_grad)):
                         value = self.record.adopt(storage)
                     if value is not None and not value.apart:
-                        self._foreign(value, storage)
+                        self._foreign(value, storage, name)
 
-    def _foreign(self, value: Value, storage: Storage) -> None:
-        value.pinned, value.outside = "a custom autograd function has saved it", True
+    def _foreign(self, value: Value, storage: Storage, name: str) -> None:
+        value.pinned, value.outside = f"the custom function {name} has saved it", True
         if value.held is None and value.kept is None and storage._cdata not in self._outside:
             if not self.store.room(value.nbytes, ()):
                 raise self.store.too_small(value.nbytes)
@@ -340,15 +365,23 @@ class Holdings(Companion):
     def changing(self, value: Value) -> None:
         """An op is about to change in place what ops that may run again have read: they will read a copy."""
         with self._lock:
-            if not self.store.room(value.nbytes, ()):
-                raise self.store.too_small(value.nbytes)
             storage = value.now()
             if storage is None:
                 return
+            if not self.store.room(value.nbytes, ()):
+                raise self.store.too_small(value.nbytes)
             with aside():
                 copy = storage.clone()
-            value.kept = Kept(copy, self.store.count)
+            trace = self.record.trace
+            trace.note("keep", value, _sequence_number())
+            value.kept = Kept(copy, functools.partial(self._copied, weakref.ref(trace), value.number))
             value.apart, value.witness = False, _gone
+
+    def _copied(self, trace: Callable[[], Trace | None], number: int, more: int) -> None:
+        """A copy has come, or gone."""
+        self.store.count(more)
+        if more < 0 and trace() is self.record.trace:
+            self.record.trace.note_number("free", number, self.store.mine.node)
 
     # again ------------------------------------------------------------------------------------------------------------------
 
@@ -356,20 +389,20 @@ class Holdings(Companion):
         with self._lock:
             source: Source = entry.source
             value = source.value
-            if not value.current:
-                raise self._changed(entry, source)
+            if source.counter is not None and source.counter._version != source.version:
+                raise self._changed(entry, source, source.counter._version)
             self._given(entry, value)
             storage = self.again.storage(value)
             with aside():
                 return source.geometry.on(storage)
 
-    def _changed(self, entry: Entry, source: Source) -> RuntimeError:
-        witness = source.value.witness()
-        if witness is not None:
-            return changed_error(entry, witness, witness._version)
+    def _changed(self, entry: Entry, source: Source, version: int) -> RuntimeError:
+        """Make torch's error for a saved tensor that was changed in place."""
+        entry.version = source.version
+        storage = source.value.alive()
         with aside():
-            like = source.geometry.on(torch.UntypedStorage(source.value.nbytes, device=source.geometry.device))
-        return changed_error(entry, like, entry.version + 1)
+            like = source.geometry.on(torch.UntypedStorage(source.value.nbytes) if storage is None else storage)
+        return changed_error(entry, like, version)
 
     def left(self) -> None:
         """Nobody counts any more. What entries that are still alive stand on is theirs alone."""

@@ -1,20 +1,25 @@
-"""A plan: which values of a step to drop, decided from the step before.
+"""A plan: which values of a step to drop, and when, decided from the step before.
 
-The stream of a step that has ended is known (`_trace`). `choose` drops the cheapest bytes until the simulated peak, backward
-included, fits, and takes back what was dropped too much.
+The stream of a step that has ended is known (`_trace`), so what a way of dropping costs can be found out without running
+anything. `plan` tries several: dropping under way by the rule of Kirisame et al. 2021 (Dynamic Tensor Rematerialization,
+https://arxiv.org/abs/2006.09616), with more or less weight on how soon a value is needed, and dropping at once the cheapest
+bytes until the fullest moment fits. From the best of them it searches on, value by value, as long as its time lasts.
 
-Which bytes are cheap: Kirisame et al. 2021 (Dynamic Tensor Rematerialization), https://arxiv.org/abs/2006.09616, with the whole
-step known as in Jain et al. 2020 (Checkmate), https://arxiv.org/abs/1910.02653.
+What the best could be: Jain et al. 2020 (Checkmate), https://arxiv.org/abs/1910.02653; `benchmarks/budget_optimum.py` compares.
 """
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from graphkeep._budget._trace import Trace
+from graphkeep._budget._trace import Simulated, TookTooLongError, Trace
 
-_PATIENCE = 0.5  # seconds that taking back may take
+PATIENCE = 1.0  # seconds that a plan may take
+_POWERS = (1.0, 0.5, 0.0, 2.0)
 
 
 @dataclass
@@ -33,7 +38,7 @@ class Plan:
     """
 
     saves: list[tuple[int, int]]
-    dropped: set[int]
+    dropped: frozenset[int]
     later: dict[tuple[int, int], list[int]]
     most: int
     seconds: float
@@ -42,49 +47,80 @@ class Plan:
     trace: Trace
 
 
-def plan(trace: Trace, limit: int) -> Plan:
-    """Decide."""
-    dropped = choose(trace, limit)
-    found = trace.simulate(dropped, limit)
-    return Plan(trace.saves, dropped, found.later, found.most, found.seconds, found.most <= limit, limit, trace)
+def plan(trace: Trace, limit: int, patience: float = PATIENCE) -> Plan:
+    """Decide within so many seconds."""
+    search = _Search(trace, limit, time.perf_counter() + patience)
+    with contextlib.suppress(TookTooLongError):
+        search.run()
+    found = search.best
+    if found is None:
+        return Plan(trace.saves, frozenset(), {}, 0, 0.0, False, limit, trace)
+    return Plan(trace.saves, search.dropped, found.later, found.most, found.seconds, True, limit, trace)
 
 
 def smallest(trace: Trace) -> int:
     """The smallest limit, in bytes, that a step with this stream can have; a backward still to come is guessed."""
     whole = trace.ended()
-    return whole.simulate(whole.droppable(), 0).most
+    # running again takes room as well: with little to drop it may take more than to keep all
+    return min(whole.simulate(whole.droppable(), 0).most, whole.simulate((), 1 << 62).most)
 
 
-def choose(trace: Trace, limit: int) -> set[int]:
-    """The values to drop as soon as they are saved; all that can be, if nothing else fits."""
-    may = trace.droppable()
-    leaves = {v for v, made in enumerate(trace.values) if made.op < 0}
-    dropped: set[int] = set()
-    most, _, full, _ = trace.simulate(dropped, limit, evict=False)
-    while most > limit and may - dropped:
-        there = [v for v in may - dropped if v in full] or list(may - dropped)
-        kept = (may - dropped) | leaves
-        there.sort(key=lambda v: trace.again(v, kept) / trace.values[v].nbytes)
-        excess = most - limit
-        for v in there:
-            dropped.add(v)
-            excess -= trace.values[v].nbytes
-            if excess <= 0:
-                break
-        most, _, full, _ = trace.simulate(dropped, limit, evict=False)
-    seconds = trace.simulate(dropped, limit).seconds
-    return _take_back(trace, limit, dropped, seconds)
+class _Search:
+    def __init__(self, trace: Trace, limit: int, until: float) -> None:
+        self.trace = trace
+        self.limit = limit
+        self.until = until
+        self.best: Simulated | None = None
+        self.dropped: frozenset[int] = frozenset()
+        self.power = _POWERS[0]
 
+    def run(self) -> None:
+        """Look for the best until time is over."""
+        for power in _POWERS:
+            self.consider(frozenset(), power)
+        dropped = self.at_once()
+        if dropped is not None:
+            self.consider(dropped, self.power)
+        if self.best is not None and self.best.seconds:
+            for value in self.flips():
+                self.consider(self.dropped ^ {value}, self.power)
 
-def _take_back(trace: Trace, limit: int, dropped: set[int], seconds: float) -> set[int]:
-    """Keep what fits after all, the dearest first."""
-    until = time.perf_counter() + _PATIENCE
-    kept = trace.droppable() - dropped
-    for v in sorted(dropped, key=lambda v: -trace.again(v, kept)):
-        if time.perf_counter() > until:
-            break
-        fewer = dropped - {v}
-        found = trace.simulate(fewer, limit)
-        if found.most <= limit and found.seconds <= seconds:
-            dropped, seconds = fewer, found.seconds
-    return dropped
+    def consider(self, dropped: frozenset[int], power: float) -> None:
+        """Take it if it is better."""
+        found = self.trace.simulate(dropped, self.limit, power=power, until=self.until)
+        if found.most <= self.limit and (self.best is None or found.seconds < self.best.seconds):
+            self.best, self.dropped, self.power = found, dropped, power
+
+    def flips(self) -> Iterator[int]:
+        """Values to be kept that were to be dropped, the dearest first; then any, to be dropped or not."""
+        kept = self.there(self.dropped)
+        yield from sorted(self.dropped, key=lambda v: -self.trace.again(v, kept))
+        values = sorted(self.trace.droppable())
+        draw = random.Random(0)
+        while values:
+            yield draw.choice(values)
+
+    def there(self, dropped: Collection[int]) -> set[int]:
+        """What need not run again."""
+        leaves = {v for v, made in enumerate(self.trace.values) if made.op < 0}
+        return (self.trace.droppable() - set(dropped)) | leaves
+
+    def at_once(self) -> frozenset[int] | None:
+        """The cheapest bytes until the fullest moment fits; None if none do."""
+        trace, may = self.trace, self.trace.droppable()
+        dropped: set[int] = set()
+        while True:
+            most, _, full, _ = trace.simulate(dropped, self.limit, evict=False, until=self.until)
+            if most <= self.limit:
+                return frozenset(dropped)
+            left = may - dropped
+            if not left:
+                return None
+            kept = self.there(dropped)
+            there = sorted(left & full or left, key=lambda v: trace.again(v, kept) / trace.values[v].nbytes)
+            excess = most - self.limit
+            for v in there:
+                dropped.add(v)
+                excess -= trace.values[v].nbytes
+                if excess <= 0:
+                    break

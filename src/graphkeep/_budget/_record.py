@@ -12,7 +12,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,6 +46,7 @@ class Kind(NamedTuple):
         statistics: position of the first of two running statistics that a batch norm writes without saying so; -1: none.
         training: position of its argument that says whether it does.
         counted: whether torch counts, in the version, that it changes them.
+        lists: whether it changes the tensors of lists, and torch counts that without a dispatch mode.
     """
 
     view: bool
@@ -56,6 +57,7 @@ class Kind(NamedTuple):
     statistics: int
     training: int
     counted: bool
+    lists: bool
 
 
 @functools.cache
@@ -81,6 +83,7 @@ def kind_of(func: Any) -> Kind:
         statistics,
         training,
         func.overloadpacket not in _UNCOUNTED,
+        bool(changes) and func.__name__.startswith("_foreach_"),
     )
 
 
@@ -104,6 +107,18 @@ def changed(kind: Kind, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return found
 
 
+def _count_changes(tensors: list[torch.Tensor], before: list[int]) -> None:
+    for tensor, version in zip(tensors, before, strict=True):
+        if tensor._version == version:
+            try:
+                _set_versions([tensor], [version + 1])
+            except TypeError:  # torch 2.6 takes one tensor
+                _set_versions(tensor, version + 1)
+
+
+_set_versions: Any = torch._C._autograd._unsafe_set_version_counter
+
+
 def _plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is _strided and not tensor.is_nested
 
@@ -122,6 +137,11 @@ class Mode(TorchDispatchMode):
         self.meter = meter
         self.room = room
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What `torch.compile` has compiled runs as it is; without this nothing is compiled while the mode is on."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = kind_of(func)
         if kind.view:
@@ -134,29 +154,39 @@ class Mode(TorchDispatchMode):
         return self._run(func, kind, args, kwargs)
 
     def _run(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
+        if kind.lists:
+            versions = [tensor._version for tensor in changed(kind, args, kwargs or {})]
         if self.off:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return self.record.run(func, kind, args, kwargs or {})
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        else:
+            out = self.record.run(func, kind, args, kwargs or {})
+        if kind.lists:  # with a dispatch mode active torch does not count these changes
+            _count_changes(changed(kind, args, kwargs or {}), versions)
+        return out
+
+
+class Owner(Protocol):
+    """Whom a record tells."""
+
+    def changing(self, value: Value) -> None:
+        """An op is about to change the storage of a value without an op, which ops have read."""
+
+    def follow(self, old: Value, new: Value, storage: Storage) -> None:
+        """Who has saved the first of two values on the same storage has the second from now on."""
+
+    def end_step(self) -> None:
+        """The first op runs after the last graph has gone."""
 
 
 class Record:
     """Which op made each storage that is alive.
 
     Arguments:
-        changing: is told of a value without an op that ops have read, before its storage is changed.
-        follow: is to let who has saved the first of two values have the second, which is on the same storage.
-        idle: is called before the first op after the last graph has gone.
+        owner: is told what happens, and held weakly.
     """
 
-    def __init__(
-        self,
-        changing: Callable[[Value], None],
-        follow: Callable[[Value, Value, Storage], None],
-        idle: Callable[[], None],
-    ) -> None:
-        self.changing = changing
-        self.follow = follow
-        self.idle = idle
+    def __init__(self, owner: Owner) -> None:
+        self.owner: Callable[[], Owner | None] = weakref.ref(owner)
         self.resting = False  # the last graph has gone
         self.begun = False  # an op with a history has run
         self.trace = Trace()
@@ -183,8 +213,9 @@ class Record:
 
     def run(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
         """Run an op and write it down."""
-        if self.resting:
-            self.idle()
+        owner = self.owner()
+        if self.resting and owner is not None:
+            owner.end_step()
         if not self.begun and _grad_enabled():
             self.begun = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         if not self.begun or not _grad_enabled():
@@ -202,7 +233,7 @@ class Record:
                 written = self._written(reads, values)
                 op = Op(func, written, self._written(kwargs, values) if kwargs else kwargs, tuple(values.values()))
                 for value in op.reads:
-                    if value.op is None and not value.apart:
+                    if value.op is None:
                         value.readers.append(weakref.ref(op))
             except _OpaqueError:
                 op = None
@@ -270,8 +301,10 @@ class Record:
                 found[storage._cdata] = storage
         for key in found:
             value = self._leaves.get(key) or self._made.get(key)
-            if value is not None and value.op is None and (value.apart or value.needed):
-                self.changing(value)
+            if value is not None and value.op is None and value.needed:
+                owner = self.owner()
+                if owner is not None:
+                    owner.changing(value)
         return list(found.values())
 
     def _can_be_had(self, storage: Storage) -> bool:
@@ -289,8 +322,9 @@ class Record:
         old = value or leaf
         if old is not None and not old.apart:
             new = self._make(None, 0, storage)
-            if not counted and old.slots:
-                self.follow(old, new, storage)
+            owner = self.owner()
+            if not counted and old.slots and owner is not None:
+                owner.follow(old, new, storage)
 
     # arguments and results ------------------------------------------------------------------------------------------------
 
@@ -389,8 +423,9 @@ class Record:
             if not old.apart:
                 new = self._make(op, place, storage, tensor)
                 new.version += counted  # torch counts it after the op has run
-                if not counted and old.slots:
-                    self.follow(old, new, storage)
+                owner = self.owner()
+                if not counted and old.slots and owner is not None:
+                    owner.follow(old, new, storage)
 
 
 def _gone(made: dict[int, Value], alive: Alive) -> None:

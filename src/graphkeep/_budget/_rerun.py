@@ -26,7 +26,7 @@ def aside() -> Iterator[None]:
     """No modes, no autograd, no autocast."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.enable_grad())  # as then: some kernels (oneDNN's LSTM) give more where gradients are wanted
         stack.enter_context(_C._AutoDispatchBelowAutograd())
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -57,20 +57,7 @@ class Rerun:
                     storage = find(ref.value)
                     own[id(ref.value)] = storage if spent(ref.value) else storage.clone()
 
-        def built(tree: Any) -> Any:
-            if type(tree) is Ref:
-                storage = own.get(id(tree.value))
-                return tree.geometry.on(find(tree.value) if storage is None else storage)
-            if type(tree) is Scratch:
-                g = tree.geometry
-                return torch.zeros(g.size, dtype=g.dtype, device=g.device)
-            if type(tree) in (tuple, list):
-                return type(tree)([built(item) for item in tree])
-            if type(tree) is dict:
-                return {key: built(item) for key, item in tree.items()}
-            return tree
-
-        args, kwargs = built(op.args), built(op.kwargs) if op.kwargs else {}
+        args, kwargs = _built(op.args, find, own), _built(op.kwargs, find, own) if op.kwargs else {}
         out = op.func(*args, **kwargs) if op.generator is None else self._random(op, kind, args, kwargs)
         self.storages = {place: tensor.untyped_storage() for place, tensor in enumerate(tensors_in(out))}
         self.storages |= {-1 - n: tensor.untyped_storage() for n, tensor in enumerate(changed(kind, args, kwargs))}
@@ -90,3 +77,19 @@ class Rerun:
             return op.func(*args, **kwargs)
         finally:
             generator.set_state(now)
+
+
+# a function of its own: one that is defined inside and calls itself is a cycle, which would hold the storages
+def _built(tree: Any, find: Find, own: dict[int, Storage]) -> Any:
+    """Arguments with tensors in the places of the `Ref`s."""
+    if type(tree) is Ref:
+        storage = own.get(id(tree.value))
+        return tree.geometry.on(find(tree.value) if storage is None else storage)
+    if type(tree) is Scratch:
+        g = tree.geometry
+        return torch.zeros(g.size, dtype=g.dtype, device=g.device)
+    if type(tree) in (tuple, list):
+        return type(tree)([_built(item, find, own) for item in tree])
+    if type(tree) is dict:
+        return {key: _built(item, find, own) for key, item in tree.items()}
+    return tree

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from graphkeep._budget._plan import Plan, plan, smallest
+from graphkeep._budget._plan import PATIENCE, Plan, plan, smallest
 from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Value
 
 _PLANS = 16  # streams that are known at a time
 _SEEN = 64
 _IN_VAIN = 3  # plans that were made and not followed; then only a stream that has come twice is planned
+_PATIENCE = 2  # times a step's forward may its plan take
+_SHORTEST = 0.02  # seconds
 _AGAIN = (1, 4)  # times that a plan has been followed, after which it is made anew from better timings
 
 
@@ -55,6 +57,11 @@ class Steps:
             found = self.plan = next((plan for plan in reversed(self.plans) if plan.saves[:n] == self._saves), None)
         return found is not None and found.fits and save[0] in found.dropped
 
+    @property
+    def following(self) -> Plan | None:
+        """The plan to go by, if there is one that fits."""
+        return self.plan if self.plan is not None and self.plan.fits else None
+
     def end(self, trace: Trace, peak: int) -> None:
         """A step has ended: learn from it."""
         saves, followed = self._saves, self.plan
@@ -72,7 +79,7 @@ class Steps:
         if followed is not None and len(followed.saves) == len(saves):
             self._follow(followed, trace)
         elif self._comes_again(saves):
-            self._learn(plan(trace, self.limit))
+            self._learn(self._plan(trace))
 
     def _follow(self, followed: Plan, trace: Trace) -> None:
         self.followed += 1
@@ -80,12 +87,19 @@ class Steps:
         self.plans.remove(followed)
         self.plans.append(followed)
         used = self._used[id(followed)] = self._used.get(id(followed), 0) + 1
-        if used in _AGAIN and len(trace.ops) == len(followed.trace.ops):
-            pairs = zip(trace.ops, followed.trace.ops, strict=True)
-            trace.ops = [new._replace(seconds=min(new.seconds, old.seconds)) for new, old in pairs]
-            assert self.limit is not None
-            self._learn(plan(trace, self.limit), used)
+        if used > max(_AGAIN) or len(trace.ops) != len(followed.trace.ops):
+            return
+        pairs = zip(trace.ops, followed.trace.ops, strict=True)
+        trace.ops = [new._replace(seconds=min(new.seconds, old.seconds)) for new, old in pairs]
+        followed.trace = trace
+        if used in _AGAIN:
+            self._learn(self._plan(trace), used)
             self._in_vain = 0
+
+    def _plan(self, trace: Trace) -> Plan:
+        assert self.limit is not None
+        forward = sum([op.seconds for op in trace.ops])
+        return plan(trace, self.limit, min(max(_PATIENCE * forward, _SHORTEST), PATIENCE))
 
     def _comes_again(self, saves: list[tuple[int, int]]) -> bool:
         key = hash(tuple(saves))

@@ -2,7 +2,7 @@
 
 What is over the limit is dropped by what it costs to have it again, over its bytes and the time until a backward comes to it,
 as Kirisame et al. 2021 do (Dynamic Tensor Rematerialization, https://arxiv.org/abs/2006.09616); where a plan is followed, as
-it says. The costs of the candidates are not asked for at every drop, but when the cheaper half of them has gone.
+it says. The costs of all candidates are not asked for at every drop, but when the cheapest of them have gone.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 
 from graphkeep._budget._host import Host
 from graphkeep._budget._meter import Meter
+from graphkeep._budget._record import Record
 from graphkeep._budget._rerun import aside
 from graphkeep._budget._steps import Steps
-from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Storage, Value
 from graphkeep._errors import BudgetError, caller
 from graphkeep._units import format_bytes
 
 _DEEPEST = 64  # ops that are looked at to tell what having a value again costs
-_FEW = 16  # victims; of more, only the first half is dropped before all are looked at again
+_PARTS = 16  # the cheapest 16th of what can be dropped goes before all are looked at again
 _DEARER = 1.5  # times what it was thought to cost, a victim stays for now
 NO_TENSOR = "it is no plain tensor"
 _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -40,7 +40,7 @@ class Store:
 
     Arguments:
         steps: know the limit, and the plan.
-        trace: gives the trace of the step.
+        record: of ops, with the trace of the step.
         spill: what dropping is: ``"recompute"``, ``"host"``, or ``"both"``, whichever costs less.
         meter: counts what is on the device instead, if that is what the limit is for.
 
@@ -51,9 +51,9 @@ class Store:
         active: whether anybody counts.
     """
 
-    def __init__(self, steps: Steps, trace: Callable[[], Trace], spill: str, meter: Meter | None) -> None:
+    def __init__(self, steps: Steps, record: Record, spill: str, meter: Meter | None) -> None:
         self.steps = steps
-        self.trace = trace
+        self.record = record
         self.host = None if spill == "recompute" else Host()
         self.recompute = spill != "host"
         self.meter = meter
@@ -116,7 +116,8 @@ class Store:
         """Let go of what can be had again."""
         for ref in value.slots.values():
             entry = ref()
-            if entry is not None and entry.tombstone is None:
+            if entry is not None and entry.tombstone is None and entry.tensor is not None:
+                entry.source.part_with(entry)
                 entry.tensor = None
         self.spill(value, value.held)
         self.let_go(value)
@@ -144,30 +145,50 @@ class Store:
 
     def room(self, need: int, spare: Container[int]) -> bool:
         """Drop until so many bytes fit; whether they do."""
-        rebuilt = False
         while not self.fits(need):
-            while self._victims:
-                score, value = self._victims.pop()
-                if self.may_go(value, spare) and self._score(value) <= _DEARER * score:
-                    self.drop(value)
-                    break
-            else:
-                if rebuilt:
+            if not self._victims:
+                self._victims = self._cheapest(spare)
+                if not self._victims:
                     return False
-                rebuilt = True
-                victims = [(self._score(value), value) for value in self.values.values() if self.may_go(value, spare)]
-                victims.sort(key=_first, reverse=True)
-                self._victims = victims[len(victims) // 2 :] if len(victims) > _FEW else victims
-                if not victims:
-                    return False
-                continue
-            rebuilt = False
+            score, value = self._victims.pop()
+            if self.may_go(value, spare) and (self.score(value) <= _DEARER * score or not self._victims):
+                self.drop(value)
         return True
+
+    def worth(self, value: Value, spare: Container[int]) -> bool:
+        """Whether what was run again is kept: it fits, or more than others it deserves to; these are dropped."""
+        if self.fits(value.nbytes):
+            return True
+        if self.steps.following is not None:
+            return False  # it says what is dropped for it
+        over = self.live + value.nbytes - (self.steps.limit or 0)
+        below = self.score(value)
+        if not self._victims:
+            self._victims = self._cheapest(spare)
+        cheaper: list[Value] = []
+        for _, other in reversed(self._victims):
+            if over <= 0 or self.score(other) >= below:
+                break
+            if self.may_go(other, spare):
+                cheaper.append(other)
+                over -= other.nbytes
+        if over > 0:
+            return False
+        for other in cheaper:
+            self.drop(other)
+        return self.fits(value.nbytes)
+
+    def _cheapest(self, spare: Container[int]) -> list[tuple[float, Value]]:
+        """Of what can be dropped, the first to go; the very first last."""
+        scored = [(self.score(value), value) for value in self.values.values() if self.may_go(value, spare)]
+        scored.sort(key=_first)
+        return scored[: max(len(scored) // _PARTS, 1)][::-1]
 
     def later(self, back: int, k: int) -> None:
         """Drop what the plan says for this moment."""
-        if self.steps.plan is not None:
-            for number in self.steps.plan.later.get((len(self.trace().events) + back, k), ()):
+        plan = self.steps.following
+        if plan is not None:
+            for number in plan.later.get((len(self.record.trace.events) + back, k), ()):
                 value = self.numbered.get(number)
                 if value is not None and value.held is not None and id(value) not in self.in_use:
                     self.drop(value)
@@ -180,7 +201,8 @@ class Store:
         """Whether it must not be dropped."""
         return bool(value.pinned) and (self.host is None or value.outside or value.pinned == NO_TENSOR)
 
-    def _score(self, value: Value) -> float:
+    def score(self, value: Value) -> float:
+        """What dropping it costs for each byte and for each node until a backward comes to it."""
         now = self.mine.node if self.mine.node >= 0 else _sequence_number()
         return self._cost(value) / ((value.nbytes or 1) * (abs(now - value.last) + 1))
 
@@ -211,7 +233,7 @@ class Store:
         limit = self.steps.limit or 0
         least = max(self.live + need, limit + 1)
         if self.host is None and self.meter is None:
-            least = max(self.steps.smallest(self.trace()), least, self.steps.too_small)
+            least = max(self.steps.smallest(self.record.trace), least, self.steps.too_small)
         what = "the graph cannot be held in" if self.meter is None else "what the step allocates does not fit in"
         call = f"gk.budget({least})" if self.meter is None else f"gk.budget(device_memory={least})"
         error = BudgetError(

@@ -7,6 +7,8 @@ which `_holdings` brings back and makes room, and gives the bytes that are held 
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,6 +16,8 @@ from typing import Any, NamedTuple
 from graphkeep._budget._values import Op, Value
 
 _LONGEST = 200_000  # ops; a stream that never ends is not planned
+_PARTS = 16  # the cheapest 16th of what can be dropped goes before all are looked at again
+_DEARER = 1.5  # times what it was thought to cost, a victim stays for now
 _DEEPEST = 128  # ops that are looked at to tell what having a value again costs
 
 
@@ -95,12 +99,17 @@ class Trace:
         if self.closed:
             return
         number = self.number_of(value)
-        self.events.append((what, number))
-        self.nodes.append(node)
+        self.note_number(what, number, node)
         if what in ("save", "keep"):
             self.values[number].pinned = value.pinned
         if what == "save":
             self.values[number].nodes.append(node)
+
+    def note_number(self, what: str, number: int, node: int) -> None:
+        """The same, for a value that may be gone."""
+        if not self.closed:
+            self.events.append((what, number))
+            self.nodes.append(node)
 
     def also(self, value: Value, node: int) -> None:
         """A value that has been saved is saved by another node, too."""
@@ -140,14 +149,25 @@ class Trace:
         made = self.values
         return {v for kind, v in self.events if kind == "save" and made[v].op >= 0 and made[v].nbytes and not made[v].pinned}
 
-    def simulate(self, dropped: Collection[int], limit: int, evict: bool = True) -> Simulated:
+    def simulate(
+        self,
+        dropped: Collection[int],
+        limit: int,
+        evict: bool = True,
+        power: float = 1.0,
+        until: float = math.inf,
+    ) -> Simulated:
         """Run through it under a limit, with some values dropped as soon as they are saved.
 
         Arguments:
             evict: drop more where the limit asks for it; otherwise the limit only tells what is kept of what was run again.
+            power: of the time until a value is needed again, in what that counts against what it costs to have it again.
+            until: the time, as `time.perf_counter` tells it, after which `TookTooLongError` is raised.
         """
-        run = _Run(self, dropped, limit, evict)
+        run = _Run(self, dropped, limit, evict, power)
         for at, ((kind, v), node) in enumerate(zip(self.events, self.nodes, strict=True)):
+            if time.perf_counter() > until:
+                raise TookTooLongError
             run.at = at
             getattr(run, kind)(v, node)
         return Simulated(run.most, run.seconds, run.full, run.later)
@@ -166,6 +186,10 @@ class Trace:
                     seen.add(op)
                     todo.append(op)
         return total
+
+
+class TookTooLongError(Exception):
+    """A simulation ran out of time."""
 
 
 class Simulated(NamedTuple):
@@ -187,13 +211,15 @@ class Simulated(NamedTuple):
 class _Run:
     """The rules of `_holdings.Holdings`, on numbers."""
 
-    def __init__(self, trace: Trace, dropped: Collection[int], limit: int, evict: bool) -> None:
+    def __init__(self, trace: Trace, dropped: Collection[int], limit: int, evict: bool, power: float) -> None:
         self.trace = trace
         self.evict = evict
+        self.power = power
         self.dropped = dropped
         self.limit = limit
         self.held: set[int] = set()
         self.orphans: set[int] = set()
+        self.victims: list[tuple[float, int]] = []  # the first to go are the last
         self.waiting: set[int] = set()
         self.in_use: set[int] = set()
         self.node = -1
@@ -269,8 +295,7 @@ class _Run:
             for other in [
                 h for h in self.held - self.in_use if self.trace.values[h].op >= 0 and not self.trace.values[h].pinned
             ]:
-                self.held.discard(other)
-                self.live -= self.trace.values[other].nbytes
+                self.let_go(other)
             self.bring(v, strict=True)
         self.in_use.add(v)
 
@@ -292,7 +317,7 @@ class _Run:
         for k, number in enumerate(sorted(closure)):
             seconds, reads, makes, _ = ops[number]
             need = sum([values[m].nbytes for m in makes])
-            if not strict and not self.room(need, readers, k):
+            if not strict and not self.room(need, readers, 2 * k):
                 self.live -= sum(values[m].nbytes for m in own)
                 return False
             self.peak(self.live + need)
@@ -301,7 +326,7 @@ class _Run:
                 if m in held or m in own:
                     continue
                 nbytes = values[m].nbytes
-                if m == wanted or (not strict and m in self.waiting and self.live + nbytes <= self.limit):
+                if m == wanted or (not strict and m in self.waiting and self.worth(m, nbytes, readers, 2 * k + 1)):
                     held.add(m)
                     self.live += nbytes
                 elif m in readers:
@@ -316,23 +341,56 @@ class _Run:
                         self.live -= values[read].nbytes
         return True
 
-    def room(self, need: int, spare: Collection[int], k: int) -> bool:
+    def worth(self, m: int, nbytes: int, spare: Collection[int], k: int) -> bool:
+        """Whether what was run again is kept: it fits, or more than others it deserves to."""
+        return self.live + nbytes <= self.limit or (self.evict and self.room(nbytes, spare, k, self.score(m)))
+
+    def room(self, need: int, spare: Collection[int], k: int, below: float = math.inf) -> bool:
+        """Drop until so many bytes fit; nothing that is not cheaper than ``below``. Whether they do."""
         over = self.live + need - self.limit
         if over <= 0 or not self.evict:
             return True
-        values, in_use = self.trace.values, self.in_use
-        may = [v for v in self.held if values[v].op >= 0 and not values[v].pinned and v not in spare and v not in in_use]
-        may.sort(key=self.score)
-        gone = self.later.setdefault((self.at, k), [])
-        for v in may:
-            gone.append(v)
-            self.held.discard(v)
-            self.live -= values[v].nbytes
-            over -= values[v].nbytes
-            if over <= 0:
-                return True
-        return False
+        gone: dict[int, float] = {}
+        put_back: list[tuple[float, int]] = []
+        while over > 0:
+            if not self.victims:
+                self.victims = self.cheapest(spare, gone)
+                if not self.victims:
+                    break
+            score, v = self.victims.pop()
+            if v not in self.held or v in gone:
+                continue
+            if v in spare or v in self.in_use:
+                put_back.append((score, v))
+                continue
+            now = self.score(v)
+            if now > _DEARER * score and self.victims:
+                continue
+            if now >= below:
+                put_back.append((score, v))
+                break
+            gone[v] = now
+            over -= self.trace.values[v].nbytes
+        self.victims += reversed(put_back)
+        if over > 0 and below < math.inf:
+            self.victims += [(score, v) for v, score in reversed(gone.items())]
+            return False
+        if gone:
+            self.later.setdefault((self.at, k), []).extend(gone)
+            for v in gone:
+                self.let_go(v)
+        return over <= 0
+
+    def cheapest(self, spare: Collection[int], gone: Collection[int]) -> list[tuple[float, int]]:
+        """Of what can be dropped, the first to go; the very first last."""
+        may = [v for v in self.held if self.may_go(v) and v not in spare and v not in self.in_use and v not in gone]
+        scored = sorted([(self.score(v), v) for v in may])
+        return scored[: max(len(scored) // _PARTS, 1)][::-1]
+
+    def may_go(self, v: int) -> bool:
+        made = self.trace.values[v]
+        return made.op >= 0 and not made.pinned
 
     def score(self, v: int) -> float:
         made = self.trace.values[v]
-        return self.trace.again(v, self.held) / ((made.nbytes or 1) * (abs(self.node - made.last) + 1))
+        return self.trace.again(v, self.held) / ((made.nbytes or 1) * (abs(self.node - made.last) + 1) ** self.power)
