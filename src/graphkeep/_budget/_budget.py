@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numbers
+import operator
 import threading
 from types import TracebackType
 from typing import Any, Literal
@@ -83,8 +83,8 @@ class budget:
             )
         name = "limit" if limit is not None else "device_memory"
         given: Any = limit if limit is not None else device_memory
-        if isinstance(given, numbers.Integral) and not isinstance(given, bool):
-            given = int(given)
+        if not isinstance(given, (bool, str, float)) and hasattr(given, "__index__"):
+            given = operator.index(given)
         if isinstance(given, bool) or not isinstance(given, (int, float, str)):
             raise ArgumentTypeError(
                 f"{name}={given!r} is {type(given).__name__}",
