@@ -1411,9 +1411,8 @@ def the_backward_in_another_thread():
     w = weight()
     for _ in range(2):
         loss = loss_of(deep(F.dropout(w), 3))
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(loss.backward).result()
     return w.grad
 
 
@@ -1422,9 +1421,8 @@ def the_step_in_another_thread():
     net = net_of(nn.Dropout(0.1))
     out: list[Any] = []
     for k in range(2):
-        thread = threading.Thread(target=lambda k=k: out.append(trained(net, square(k), steps=1)))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            out.append(pool.submit(trained, net, square(k), steps=1).result())
     return net.state_dict(), len(out)
 
 

@@ -1,0 +1,104 @@
+"""Running a program under budgets that fit it, and measuring what it holds without asking the budget."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from outcomes import Outcome, compared, run
+from torch.profiler import ProfilerActivity, profile
+
+import graphkeep as gk
+
+WIDE = 2**40
+TRIES = 12  # a step that nobody has seen fails at the first place that does not fit: the next is found with the next limit
+
+
+@dataclass
+class Fit:
+    """A run under a budget that it fits in."""
+
+    outcome: Outcome
+    limit: int
+    peak: int
+    live: int
+    smallest: int | None
+    recomputed: int
+    tries: int
+
+
+def under(body: Callable[[], object], limit: Any, **options: Any) -> tuple[Outcome, Any, list[int]]:
+    """The program under a budget: what came of it, the budget, and the limit that a `BudgetError` stated."""
+    stated: list[int] = []
+    budget = gk.budget(limit, **options)
+
+    def watched() -> object:
+        try:
+            return body()
+        except gk.BudgetError as error:
+            stated.append(error.smallest)
+            raise
+
+    outcome = run(watched, lambda: budget)
+    return outcome, budget, stated
+
+
+def fitted(body: Callable[[], object], limit: int, **options: Any) -> Fit:
+    """The program under the first limit that works, from this one on: each error states the next."""
+    for tries in range(1, TRIES + 1):
+        outcome, budget, stated = under(body, limit, **options)
+        if not stated:
+            return Fit(outcome, limit, budget.peak, budget.live, budget.smallest, budget.recomputed_ops, tries)
+        assert type(stated[0]) is int
+        assert stated[0] > limit, "a limit that was refused is stated as one that works"
+        limit = stated[0]
+    raise AssertionError(f"{TRIES} limits that were stated as ones that work did not, the last one {limit}")
+
+
+def faults(plain: Outcome, fit: Fit) -> list[str]:
+    """What is not as in eager, or above the limit."""
+    found = compared(plain, fit.outcome)
+    if fit.peak > fit.limit:
+        found.append(f"held {fit.peak} of {fit.limit}")
+    if fit.live:
+        found.append(f"{fit.live} bytes are counted still")
+    return found
+
+
+@contextmanager
+def nothing_of_a_budget_left() -> Iterator[None]:
+    """By reference counting: neither storages nor objects of the budget's."""
+    known = _ours()
+    gc.disable()
+    try:
+        yield
+        left = _ours() - known
+    finally:
+        gc.enable()
+    assert left == Counter()
+
+
+def _ours() -> Counter[str]:
+    found = (type(o) for o in gc.get_objects())
+    return Counter(
+        t.__qualname__ for t in found if t is torch.UntypedStorage or str(t.__module__).startswith("graphkeep._budget")
+    )
+
+
+def allocated(body: Callable[[], object]) -> int:
+    """The most bytes that the program had of torch's allocator at any moment, above what it had when it began."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as measured:
+        body()
+    results: Any = measured.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    now = most = 0
+    for event in events:
+        now += event.nbytes()
+        most = max(most, now)
+    return most
