@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
+    from graphkeep._budget._budget import budget as budget
     from graphkeep._cut import cut as cut
     from graphkeep._discard import Discarded as Discarded
     from graphkeep._discard import Kept as Kept
     from graphkeep._discard import discard as discard
     from graphkeep._errors import ArgumentError as ArgumentError
     from graphkeep._errors import ArgumentTypeError as ArgumentTypeError
+    from graphkeep._errors import BudgetError as BudgetError
     from graphkeep._errors import BypassedCutError as BypassedCutError
     from graphkeep._errors import ChangedGraphError as ChangedGraphError
     from graphkeep._errors import ClosedCutError as ClosedCutError
@@ -41,12 +43,13 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "_budget._budget": ("budget",),
     "_cut": ("cut",),
     "_discard": ("Discarded", "Kept", "discard"),
     "_errors": (
-        "ArgumentError", "ArgumentTypeError", "BypassedCutError", "ChangedGraphError", "ClosedCutError", "DataFileError",
-        "FreedGraphError", "GraphkeepError", "LostGradientWarning", "NotFreedWarning", "NotInGraphError", "ReplayError",
-        "WatchFailedWarning",
+        "ArgumentError", "ArgumentTypeError", "BudgetError", "BypassedCutError", "ChangedGraphError", "ClosedCutError",
+        "DataFileError", "FreedGraphError", "GraphkeepError", "LostGradientWarning", "NotFreedWarning", "NotInGraphError",
+        "ReplayError", "WatchFailedWarning",
     ),
     "_explain": ("Explanation", "KeptBy", "Postmortem", "explain"),
     "_infer": ("Inference", "infer"),

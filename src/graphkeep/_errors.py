@@ -79,6 +79,16 @@ class ReplayError(GraphkeepError):
     """Running a forward again did not give the values that it gave before."""
 
 
+class BudgetError(GraphkeepError):
+    """A graph cannot be held within the limit of a `budget`.
+
+    Attributes:
+        smallest: the smallest limit, in bytes, for what had run when it was raised.
+    """
+
+    smallest = 0
+
+
 class DataFileError(GraphkeepError, ValueError):
     """A file that `graphkeep run` should have written cannot be read: damaged, foreign, or of a newer graphkeep."""
 

@@ -34,7 +34,7 @@ from torch import _C
 from torch._C import _autograd as _hooks
 
 from graphkeep import _engine, _graph, _saved
-from graphkeep._errors import programs_own
+from graphkeep._errors import BudgetError, programs_own
 from graphkeep._patch import Patch
 
 _new: Callable[[type[Entry]], Entry] = object.__new__
@@ -334,13 +334,18 @@ def _enter(tensor: torch.Tensor, is_output: bool | None = None) -> Entry:
         if base is not None and base.is_leaf and base.requires_grad:
             return entry  # `Linear` saves ``W.t()``, and its input besides: one of them is enough to hear of
     entry.number = next(_numbers)
+    refused: BudgetError | None = None
     for listener in LEDGER.listeners:
         try:
             listener.saved(entry)
+        except BudgetError as error:
+            refused = error
         except Exception as error:  # a listener's fault is not the program's
             if programs_own(error):
                 raise
             LEDGER.fault(listener, error)
+    if refused is not None:
+        raise refused
     if entry.source is not None and not entry.source.held:  # now that everybody has seen the tensor
         entry.tensor = None
     if not LEDGER.listeners:  # everybody has left, from another thread or under somebody else's hooks
@@ -411,12 +416,13 @@ def _check(entry: Entry, tensor: torch.Tensor) -> None:
         raise _changed(entry, tensor)
 
 
-def _changed(entry: Entry, tensor: torch.Tensor) -> RuntimeError:
+def _changed(entry: Entry, tensor: torch.Tensor, version: int | None = None) -> RuntimeError:
     """Make the error that torch raises here, in the words of `SavedVariable::unpack`."""
+    version = tensor._version if version is None else version
     running: Any = _C._current_autograd_node()
     original = _look_alike(tensor)
     made_by, number = (None, 0) if original is None else (original.grad_fn, original.output_nr)
-    if made_by is not None and _leads_to(made_by, running, tensor._version - entry.version):
+    if made_by is not None and _leads_to(made_by, running, version - entry.version):
         made_by = running  # a saved output: torch names the node that holds it
     shape = tensor._nested_tensor_size() if tensor.is_nested else list(tensor.shape)
     text = "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -426,7 +432,7 @@ def _changed(entry: Entry, tensor: torch.Tensor) -> RuntimeError:
         text += _output_of(made_by.name(), number, strip)
     elif entry.view:
         text += _output_of("AsStridedBackward0", 0, strip)  # a view that no name holds, ``W.t()``: torch makes its node anew
-    text += f" is at version {tensor._version}; expected version {entry.version} instead."
+    text += f" is at version {version}; expected version {entry.version} instead."
     if not torch.is_anomaly_enabled():
         text += hint
     elif made_by is not None:
@@ -435,8 +441,18 @@ def _changed(entry: Entry, tensor: torch.Tensor) -> RuntimeError:
             "question was changed in there or anywhere later. Good luck!"
         )
     if LEDGER.active:
-        LEDGER._thread.mismatch = Mismatch(entry, None if running is None else _graph.op(running), tensor._version)
+        LEDGER._thread.mismatch = Mismatch(entry, None if running is None else _graph.op(running), version)
     return RuntimeError(text)
+
+
+def changed_error(entry: Entry, tensor: torch.Tensor, version: int) -> RuntimeError:
+    """Make torch's error for a saved tensor that has been changed in place.
+
+    Arguments:
+        tensor: one like it.
+        version: that it has now.
+    """
+    return _changed(entry, tensor, version)
 
 
 def _look_alike(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -1,26 +1,51 @@
-"""What the graph holds, what of it is dropped, and how it is had again."""
+"""What the graph holds of what it has saved, what of it is dropped, and how it is had again.
+
+`Holdings` listens to the ledger. A saved tensor whose storage the record knows becomes a `Source`: the storage is held once for
+all entries on it, and may be dropped. Where a plan is followed it says what is dropped at once; whatever else is over the limit
+is dropped by what it costs to have it again, over its bytes and the time until a backward comes to it, as Kirisame et al. 2021
+do (Dynamic Tensor Rematerialization, https://arxiv.org/abs/2006.09616).
+
+Bringing back: the recorded ops that are missing run in the order in which they ran, each after room was made for its results.
+If that does not fit, everything else is dropped and they run once more with nothing kept: that is the least that can be had.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
-from torch import _C
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from graphkeep._budget._plan import Plan, plan
-from graphkeep._budget._record import Record, changed, kind_of, tensors_in
-from graphkeep._budget._values import Geometry, Op, Ref, Scratch, Storage, Value, geometry, refs
-from graphkeep._ledger import Call, Entry
+from graphkeep._budget._record import Mode, Record
+from graphkeep._budget._rerun import Rerun, aside
+from graphkeep._budget._steps import Steps
+from graphkeep._budget._values import Geometry, Kept, Op, Storage, Value, geometry
+from graphkeep._errors import BudgetError, ChangedGraphError, caller
+from graphkeep._ledger import Call, Entry, changed_error
+from graphkeep._storage import storages
+from graphkeep._units import format_bytes
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DEEPEST = 64  # ops that are looked at to tell what having a value again costs
+_FEW = 16  # victims; of more, only the first half is dropped before all are looked at again
+_SMALL = 1 << 20  # bytes of integers that are kept at most
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+class _Mine(threading.local):
+    mode: Mode | None = None
+    node = -1  # that runs now
+
+    def __init__(self) -> None:
+        self.in_use: set[int] = set()  # ids of the values that it has been given
 
 
 class Source:
-    """Where an entry's tensor comes from, once it was dropped."""
+    """Where an entry's tensor comes from."""
 
     __slots__ = ("geometry", "holdings", "value")
 
@@ -32,7 +57,7 @@ class Source:
     @property
     def held(self) -> bool:
         """Whether the graph holds the storage."""
-        return self.value.held is not None
+        return self.value.held is not None or self.value.kept is not None
 
     def bring(self, entry: Entry) -> torch.Tensor:
         """The tensor again."""
@@ -43,310 +68,449 @@ class Holdings:
     """Listens to the ledger, and holds the storages of the graph.
 
     Arguments:
-        limit: bytes; None for none.
+        limit: bytes; None for none yet.
+        share: of what the first step needed, to become the limit.
         drop_all: drop whatever can be dropped at once, for tests.
     """
 
-    def __init__(self, limit: int | None = None, drop_all: bool = False) -> None:
-        self.record = Record(self.changing)
-        self.limit = limit
+    def __init__(self, limit: int | None = None, share: float | None = None, drop_all: bool = False) -> None:
+        self.record = Record(self.changing, self.keep, self.follow, self.end_step)
+        self.record.small = min(_SMALL, (limit or 0) >> 8)
+        self.steps = Steps(limit, share)
         self.drop_all = drop_all
+        self.active = True
         self.live = self.peak = 0
-        self.replayed_ops = 0
-        self.replayed_seconds = 0.0
+        self.recomputed_ops = self.recomputed_flops = self.dropped_bytes = 0
+        self.recomputed_seconds = 0.0
         self.values: dict[int, Value] = {}  # those with entries, by id
-        self.clock = 0
-        self.plans: list[Plan] = []
-        self.plan: Plan | None = None  # that is being followed
-        self._saves: list[tuple[int, int]] = []
-        self._node = -1  # that runs now
-        self._in_use: set[int] = set()  # ids of the values that it has been given
+        self._victims: list[tuple[float, Value]] = []  # the first to go are the last
+        self._in_use: set[int] = set()  # ids of the values that nodes which run now have been given
+        self._calls: dict[int, tuple[tuple[int, set[int]], Mode | None, bool | None]] = {}
         self._lock = threading.RLock()
+        self._mine = _Mine()
+
+    @property
+    def limit(self) -> int | None:
+        return self.steps.limit
 
     # the ledger's events --------------------------------------------------------------------------------------------------
 
     def saved(self, entry: Entry) -> None:
         tensor: Any = entry.tensor
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
-            return
         if tensor.is_leaf and tensor.requires_grad:
             return
-        storage = tensor.untyped_storage()
+        with self._lock:
+            if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
+                self._saved(entry, tensor, tensor.untyped_storage(), geometry(tensor))
+            else:
+                for storage in storages(tensor):
+                    self._saved(entry, tensor, storage, None)
+
+    def _saved(self, entry: Entry, tensor: torch.Tensor, storage: Storage, where: Geometry | None) -> None:
         value = self.record.value_of(storage)
-        if value is None or value.apart:
+        if value is None:
+            base = tensor if tensor._base is None else tensor._base
+            if base.is_leaf or not tensor.requires_grad:
+                return  # an input
+            value = self.record.adopt(storage)
+        if value.apart or entry.source is not None:
             return
-        entry.source = Source(self, value, geometry(tensor))
-        self.clock += 1
-        value.used = self.clock
+        if where is None:  # a subclass, or sparse: counted, and never dropped
+            value.pinned = value.pinned or "it is no plain tensor"
+            where = _NOWHERE
+        entry.source = Source(self, value, where)
+        value.last = max(value.last, entry.node)
         first = not value.slots
         value.slots[entry.number] = weakref.ref(entry)
         if first:
             self.values[id(value)] = value
-            number = self.record.trace.number_of(value)
-            self.record.trace.events.append(("save", number))
-            if self._planned((number, value.nbytes)):
+            self.record.trace.note("save", value, entry.node)
+            if self.steps.drops(value) and not value.pinned:
+                self.dropped_bytes += value.nbytes
                 return
-        if self.drop_all:
-            if value.held is None:
-                self._hold(value, storage)
-            self.drop(value)
-        elif value.held is None and (first or value.now() is None):
-            if self.limit is not None and self.live + value.nbytes > self.limit:
-                self._room(value.nbytes, {id(value)})
-            self._hold(value, storage)
-
-    def _planned(self, save: tuple[int, int]) -> bool:
-        """Whether the plan drops what is saved now; while the stream is another than the plan's, there is none."""
-        place = len(self._saves)
-        self._saves.append(save)
-        if place == 0:
-            self.plan = self.plans[-1] if self.plans else None
-        if self.plan is not None and (place >= len(self.plan.saves) or self.plan.saves[place] != save):
-            n = place + 1
-            self.plan = next((plan for plan in reversed(self.plans) if plan.saves[:n] == self._saves), None)
-        return self.plan is not None and self.plan.fits and save[0] in self.plan.dropped
-
-    def _forget(self, value: Value) -> None:
-        for ref in value.slots.values():
-            entry = ref()
-            if entry is not None and entry.tombstone is None:
-                entry.tensor = None
-
-    def _step_ended(self) -> None:
-        trace, followed = self.record.trace, self.plan
-        if self.limit is not None and trace.events and (followed is None or len(followed.saves) != len(self._saves)):
-            new = plan(trace, self.limit)
-            self.plans = [*[old for old in self.plans if old.saves != new.saves][-15:], new]
-        self._saves, self.plan = [], None
-        self.record.forget()
-
-    def died(self, entry: Entry, _call: Call | None) -> None:
-        source = entry.source
-        if source is None:
+        else:
+            self.record.trace.also(value, entry.node)
+        if value.held is not None or value.kept is not None:
             return
-        value = source.value
-        value.slots.pop(entry.number, None)
-        if not value.slots:
+        if self.drop_all and not value.pinned:
+            self.dropped_bytes += value.nbytes
+        elif first or value.pinned:
+            if self._room(value.nbytes, ()):
+                self._hold(value, storage)
+            elif value.pinned:
+                raise self._too_small(value.nbytes)
+            else:
+                self.dropped_bytes += value.nbytes
+
+    def died(self, entry: Entry, call: Call | None) -> None:
+        source = entry.source
+        if source is None or source.holdings is not self:
+            return
+        with self._lock:
+            value = source.value
+            if value.slots.pop(entry.number, None) is None or value.slots:
+                return
             self.values.pop(id(value), None)
+            self._in_use.discard(id(value))
             self._let_go(value)
             if value.trace is self.record.trace:
-                self.record.trace.events.append(("die", value.number))
+                self.record.trace.note("die", value, entry.node)
+            if not self.values and call is None:
+                self.record.resting = True
 
     def failed(self, error: Exception) -> None:
         raise error
 
     def begins(self, call: Call) -> None:
+        mine = self._mine
+        outer = mine.node, mine.in_use
+        mine.node, mine.in_use = -1, set()
+        mode: Mode | None = mine.mode
+        popped: bool | None = None
         # with a dispatch mode active some backward formulas of torch are others (`isTensorSubclassLike`), and slower
-        if not call.create_graph and _get_current_dispatch_mode() is self.record:
-            _pop_mode()
-            call.mark = (self, call.mark)
+        if mode is not None and not call.create_graph:
+            popped = _get_current_dispatch_mode() is mode
+            if popped:
+                _pop_mode()
+            else:  # not the innermost: it stays, and looks away
+                mode.off += 1
+        self._calls[call.number] = outer, mode, popped
 
     def ends(self, call: Call, error: BaseException | None) -> None:
-        if isinstance(call.mark, tuple) and call.mark[0] is self:
-            _push_mode(self.record)
-        self._in_use.clear()
+        if call.number not in self._calls:
+            return
+        mine = self._mine
+        with self._lock:
+            self._in_use -= mine.in_use
+        (mine.node, mine.in_use), mode, popped = self._calls.pop(call.number)
+        if mode is not None and mode is mine.mode:  # nobody has left meanwhile
+            if popped:
+                _push_mode(mode)
+            elif popped is False:
+                mode.off -= 1
         if not self.values:
-            self._step_ended()
+            self.end_step()
 
     def used(self, entry: Entry) -> None:
         source = entry.source
-        if source is not None and source.value.trace is self.record.trace:
-            self.record.trace.events.append(("use", source.value.number))
+        if source is not None and source.holdings is self:
+            self._given(entry, source.value)
+            if source.value.trace is self.record.trace:
+                self.record.trace.note("use", source.value, entry.node)
 
     def reused(self, entry: Entry, earlier: int, call: Call) -> None:
-        pass
+        self.used(entry)
+
+    def _given(self, entry: Entry, value: Value) -> None:
+        """A node that runs has been given a value: until the next one runs it is there, whoever drops it."""
+        mine = self._mine
+        with self._lock:
+            if entry.node != mine.node:
+                self._in_use -= mine.in_use
+                mine.node, mine.in_use = entry.node, set()
+            mine.in_use.add(id(value))
+            self._in_use.add(id(value))
+
+    # this thread ----------------------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Write down what this thread runs."""
+        mode = self._mine.mode = Mode(self.record)
+        _push_mode(mode)
+
+    def exit(self) -> None:
+        mine, self._mine.mode = self._mine.mode, None
+        above = []
+        while mine is not None and _modes():
+            mode = _pop_mode()
+            if mode is mine:
+                break
+            above.append(mode)  # left in another order than entered
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    # steps ----------------------------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """No graph is alive."""
+        self.steps.end(self.record.trace, self.peak)
+        self._victims.clear()
+        self.record.forget()
+        self.record.small = min(_SMALL, (self.limit or 0) >> 8)
 
     # holding --------------------------------------------------------------------------------------------------------------
 
-    def _hold(self, value: Value, storage: Storage) -> None:
-        value.held = storage
-        self._add(value.nbytes)
+    def keep(self, value: Value, storage: Storage) -> None:
+        """The record is to keep a storage that cannot be made again."""
+        if value.apart:
+            value.kept = Kept(storage, None)
+            return
+        self._let_go(value)
+        if not self._room(value.nbytes, ()):
+            raise self._too_small(value.nbytes)
+        value.kept = Kept(storage, self._count)
+        if not value.slots:
+            self.record.trace.note("keep", value, _sequence_number())
 
-    def _add(self, count: int) -> None:
-        self.live += count
+    def follow(self, old: Value, new: Value, storage: Storage) -> None:
+        """What a graph has saved was changed, and torch does not count that (running statistics): the graph has the new."""
+        with self._lock:
+            self._let_go(old)
+            new.slots, old.slots, new.last = old.slots, {}, old.last
+            self.values.pop(id(old), None)
+            self.values[id(new)] = new
+            for ref in new.slots.values():
+                entry: Any = ref()
+                if entry is not None:
+                    entry.source.value = new
+            self.record.trace.note("save", new, new.last)
+            if self._room(new.nbytes, ()):
+                self._hold(new, storage)
+            elif new.pinned:
+                raise self._too_small(new.nbytes)
+
+    def _count(self, more: int) -> None:
+        self.live += more
         self.peak = max(self.peak, self.live)
+
+    def _hold(self, value: Value, storage: Storage) -> None:
+        if value.held is None and value.kept is None:
+            value.held = storage
+            self._count(value.nbytes)
 
     def _let_go(self, value: Value) -> None:
         if value.held is not None:
             value.held = None
             self.live -= value.nbytes
 
-    def drop(self, value: Value) -> bool:
-        """Let go of a value that can be had again."""
-        if value.pinned or value.held is None:
-            return False
-        self._forget(value)
+    def _drop(self, value: Value) -> None:
+        for ref in value.slots.values():
+            entry = ref()
+            if entry is not None and entry.tombstone is None:
+                entry.tensor = None
         self._let_go(value)
+        self.dropped_bytes += value.nbytes
+
+    def _fits(self, need: int) -> bool:
+        return self.limit is None or self.live + need <= self.limit or not self.active
+
+    def _room(self, need: int, spare: Container[int]) -> bool:
+        """Drop until so many bytes fit; whether they do."""
+        rebuilt = False
+        while not self._fits(need):
+            while self._victims:
+                score, value = self._victims.pop()
+                if self._may_go(value, spare) and self._score(value) <= 1.5 * score:
+                    self._drop(value)
+                    break
+            else:
+                if rebuilt:
+                    return False
+                rebuilt = True
+                victims = [(self._score(value), value) for value in self.values.values() if self._may_go(value, spare)]
+                victims.sort(key=_first, reverse=True)
+                self._victims = victims[len(victims) // 2 :] if len(victims) > _FEW else victims
+                if not victims:
+                    return False
+                continue
+            rebuilt = False
         return True
 
-    def _room(self, need: int, spare: Container[int]) -> None:
-        """Drop until so many bytes fit."""
-        assert self.limit is not None
-        while self.live + need > self.limit:
-            best, least = None, 0.0
-            for value in self.values.values():
-                if value.held is None or value.pinned or id(value) in spare or id(value) in self._in_use:
-                    continue
-                cost = self._cost(value) / (value.nbytes * (self.clock - value.used + 1))
-                if best is None or cost < least:
-                    best, least = value, cost
-            if best is None:
-                raise RuntimeError(f"needs {self.live + need}, has {self.limit}")
-            self.drop(best)
+    def _may_go(self, value: Value, spare: Container[int]) -> bool:
+        return value.held is not None and not value.pinned and id(value) not in spare and id(value) not in self._in_use
+
+    def _score(self, value: Value) -> float:
+        now = self._mine.node if self._mine.node >= 0 else _sequence_number()
+        return self._cost(value) / ((value.nbytes or 1) * (abs(now - value.last) + 1))
 
     def _cost(self, value: Value) -> float:
         """Seconds to have it again, with all that is not there either."""
-        total, seen, todo = 0.0, set(), [value.op]
-        while todo:
+        assert value.op is not None
+        total, seen, todo = 0.0, {id(value.op)}, [value.op]
+        while todo and len(seen) < _DEEPEST:
             op = todo.pop()
-            if op is None or id(op) in seen:
-                continue
-            seen.add(id(op))
             total += op.seconds
-            todo += [read.op for read in op.reads if read.now() is None]
+            for read in op.reads:
+                if read.held is None and read.kept is None and read.op is not None and id(read.op) not in seen:
+                    seen.add(id(read.op))
+                    todo.append(read.op)
         return total
 
     def changing(self, value: Value) -> None:
-        """An op is about to change a storage in place: whatever is dropped and needs what it holds now comes back first."""
+        """An op is about to change in place what ops that may run again have read: they read a copy."""
         with self._lock:
-            for other in list(self.values.values()):
-                if other is value or self._needs(other, value):
-                    self._bring_back(other)
-                    other.pinned = True
-
-    def _needs(self, value: Value, wanted: Value) -> bool:
-        seen, todo = {id(value)}, [value]
-        while todo:
-            one = todo.pop()
-            for read in one.op.reads if one.op is not None else ():
-                if read is wanted:
-                    return True
-                if id(read) not in seen:
-                    seen.add(id(read))
-                    todo.append(read)
-        return False
-
-    def _bring_back(self, value: Value) -> None:
-        storage = self._storage_of(value)
-        for ref in value.slots.values():
-            entry = ref()
-            if entry is not None and entry.tensor is None and entry.tombstone is None:
-                with _disable_current_modes():
-                    entry.tensor = entry.source.geometry.on(storage)
-                entry.version = 0
+            if not self._room(value.nbytes, ()):
+                raise self._too_small(value.nbytes)
+            assert value.kept is not None
+            with aside():
+                copy = value.kept.storage.clone()
+            value.kept = Kept(copy, self._count)
+            value.apart, value.witness = False, _gone
 
     # again ------------------------------------------------------------------------------------------------------------------
 
     def bring(self, entry: Entry) -> torch.Tensor:
-        with self._lock, torch.no_grad():
-            value = entry.source.value
-            if entry.node != self._node:
-                self._node = entry.node
-                self._in_use.clear()
+        with self._lock:
+            source: Source = entry.source
+            value = source.value
+            if not value.current:
+                raise self._changed(entry, source)
+            self._given(entry, value)
             storage = self._storage_of(value)
-            self._in_use.add(id(value))
-            with _disable_current_modes():
-                return entry.source.geometry.on(storage)
+            with aside():
+                return source.geometry.on(storage)
+
+    def _changed(self, entry: Entry, source: Source) -> RuntimeError:
+        witness = source.value.witness()
+        if witness is not None:
+            return changed_error(entry, witness, witness._version)
+        with aside():
+            like = source.geometry.on(torch.UntypedStorage(source.value.nbytes, device=source.geometry.device))
+        return changed_error(entry, like, entry.version + 1)
+
+    def left(self) -> None:
+        """Nobody writes down any more; what graphs that are still alive have dropped is brought back without a limit."""
+        self.active = self.drop_all = False
+        if not self.values:
+            self.record.forget()
+
+    def bring_all(self) -> None:
+        """Everything that was dropped, whatever it takes."""
+        with self._lock:
+            for value in list(self.values.values()):
+                self._hold(value, self._storage_of(value))
 
     def _storage_of(self, value: Value) -> Storage:
-        storage = value.now()
-        if storage is None:
-            storage = self._replay(value)
-        if value.held is None and value.slots:
-            self._hold(value, storage)
-        return storage
-
-    def _replay(self, wanted: Value) -> Storage:
-        """Run what it takes, op by op, and never by recursion. What an op on the stack needs is not dropped meanwhile."""
-        there: dict[int, tuple[Value, Storage]] = {}  # what nobody but this call asks for
-        locked: dict[int, int] = {}
-
-        def find(value: Value) -> Storage | None:
-            found = there.get(id(value))
-            return found[1] if found is not None else value.now()
-
-        stack: list[tuple[Op, tuple[Value, ...]]] = []
-
-        def push(op: Op) -> None:
-            stack.append((op, op.reads))
-            for read in op.reads:
-                locked[id(read)] = locked.get(id(read), 0) + 1
-
-        assert wanted.op is not None
-        push(wanted.op)
-        with _disable_current_modes(), torch.no_grad(), _C._AutoDispatchBelowAutograd(), _no_autocast():
-            while stack:
-                op, reads = stack[-1]
-                missing = [read for read in reads if find(read) is None]
-                if missing:
-                    assert missing[-1].op is not None, "a leaf is gone"
-                    push(missing[-1].op)
-                    continue
-                makes = [(place, value) for place, ref in op.made if (value := ref()) is not None and find(value) is None]
-                if self.limit is not None:
-                    need = sum(value.nbytes for _, value in makes)
-                    if self.live + need > self.limit:
-                        self._room(need, locked.keys())
-                made = run(op, find)
-                self.replayed_ops += 1
-                self.replayed_seconds += op.seconds
-                for place, value in makes:
-                    if (
-                        value.slots
-                        and not self.drop_all
-                        and (self.plan is None or self.live + value.nbytes <= (self.limit or 0))
-                    ):
-                        self._hold(value, made[place])
-                        value.used = self.clock
-                    else:
-                        there[id(value)] = value, made[place]
-                        self._add(value.nbytes)
-                stack.pop()
-                for read in reads:
-                    locked[id(read)] -= 1
-                    if not locked[id(read)]:
-                        del locked[id(read)]
-                        if id(read) in there:
-                            self.live -= there.pop(id(read))[0].nbytes
-        found = find(wanted)
+        if value.held is None and value.kept is None:
+            storage = value.now()
+            if storage is not None and self._room(value.nbytes, (id(value),)):
+                self._hold(value, storage)
+            elif not self._again(value, strict=False):
+                for other in list(self.values.values()):
+                    if self._may_go(other, ()):
+                        self._drop(other)
+                if not self._again(value, strict=True):
+                    raise self._too_small(0)
+        found = value.now()
         assert found is not None
-        for value, _ in there.values():
-            self.live -= value.nbytes
         return found
 
+    def _missing(self, wanted: Value) -> tuple[list[Op], dict[int, int], dict[int, Storage]]:
+        """The ops to run, in order; how many of them read each value; the storages that are there, by value."""
+        ops: dict[int, Op] = {}
+        readers: dict[int, int] = {}
+        there: dict[int, Storage] = {}
+        todo = [wanted.op]
+        while todo:
+            op = todo.pop()
+            if op is None or id(op) in ops:
+                continue
+            ops[id(op)] = op
+            for read in op.reads:
+                known = id(read) in readers
+                readers[id(read)] = readers.get(id(read), 0) + 1
+                if known:
+                    continue
+                storage = read.now()
+                if storage is not None:
+                    self._unchanged(read)
+                    there[id(read)] = storage
+                elif read.op is None:
+                    raise ChangedGraphError(
+                        "a tensor that an op read is gone, and a dropped tensor needs it",
+                        where=caller(),
+                        instead="keep it as it is until the backward has run",
+                    )
+                else:
+                    todo.append(read.op)
+        readers[id(wanted)] = readers.get(id(wanted), 0) + 1
+        return sorted(ops.values(), key=_number), readers, there
 
-def _no_autocast() -> Any:
-    return torch.autocast("cpu", enabled=False)
+    def _unchanged(self, value: Value) -> None:
+        """Refuse what was changed while nobody looked: inside a backward, or in another thread."""
+        changed = False
+        if value.op is None:
+            witness = value.witness()
+            changed = witness is not None and witness._version != value.version
+        elif value.held is not None:
+            for ref in value.slots.values():
+                entry: Any = ref()
+                if entry is not None and entry.tensor is not None:
+                    changed = entry.tensor._version != entry.version
+                    break
+        if changed:
+            raise ChangedGraphError(
+                "a tensor was changed in place inside a backward, and what was dropped depends on what it held before",
+                where=caller(),
+                instead="change it after the backward, or give the budget more bytes",
+            )
+
+    def _again(self, wanted: Value, strict: bool) -> bool:
+        """Run what it takes; False where there is no room for it."""
+        ops, readers, there = self._missing(wanted)
+        own: dict[int, Value] = {}  # what is there for this call only
+        try:
+            with aside():
+                for op in ops:
+                    if not self._room(op.nbytes, readers):
+                        return False
+                    again = Rerun(
+                        op, lambda value: there[id(value)], lambda value: id(value) in own and readers[id(value)] == 1
+                    )
+                    self.recomputed_ops += 1
+                    self.recomputed_seconds += op.seconds
+                    self.recomputed_flops += again.flops
+                    self.peak = max(self.peak, self.live + op.nbytes)
+                    for read in op.reads:
+                        readers[id(read)] -= 1
+                        if not readers[id(read)]:
+                            del readers[id(read)], there[id(read)]
+                            if own.pop(id(read), None) is not None:
+                                self.live -= read.nbytes
+                    for place, ref in op.made:
+                        value = ref()
+                        if value is None or value.held is not None or value.kept is not None:
+                            continue
+                        storage = again.storages[place]
+                        if value is wanted:
+                            there[id(value)] = storage
+                            self._hold(value, storage)
+                        elif value.slots and not strict and not self.drop_all and self._fits(value.nbytes):
+                            self._hold(value, storage)
+                            if id(value) in readers:
+                                there[id(value)] = storage
+                        elif id(value) in readers:
+                            there[id(value)], own[id(value)] = storage, value
+                            self._count(value.nbytes)
+            return True
+        finally:
+            for value in own.values():
+                self.live -= value.nbytes
+
+    # too small --------------------------------------------------------------------------------------------------------------
+
+    def _too_small(self, need: int) -> BudgetError:
+        limit = self.limit or 0
+        least = max(self.steps.smallest(self.record.trace), self.live + need)
+        error = BudgetError(
+            f"the graph cannot be held in {format_bytes(limit)} ({limit:,} bytes)",
+            where=caller(),
+            instead=f"gk.budget({least}), at least ({format_bytes(least)}), for what has run up to here",
+        )
+        error.smallest = least
+        return error
 
 
-def run(op: Op, find: Any) -> dict[int, Storage]:
-    """Run a recorded op again; the storages of its results by place."""
-    kind = kind_of(op.func)
-    own: dict[int, Storage] = {}  # storages that it changes are copies
+def _gone() -> None:
+    return None
 
-    def copies(tree: Any) -> None:
-        for ref in refs(tree):
-            if id(ref.value) not in own:
-                own[id(ref.value)] = find(ref.value).clone()
 
-    for position, name in kind.changes:
-        copies(op.args[position] if position < len(op.args) else op.kwargs.get(name))
+def _first(item: tuple[float, Value]) -> float:
+    return item[0]
 
-    def built(tree: Any) -> Any:
-        if type(tree) is Ref:
-            storage = own.get(id(tree.value))
-            return tree.geometry.on(find(tree.value) if storage is None else storage)
-        if type(tree) is Scratch:
-            g = tree.geometry
-            return torch.zeros(g.size, dtype=g.dtype, device=g.device)
-        if type(tree) in (tuple, list):
-            return type(tree)(built(item) for item in tree)
-        if type(tree) is dict:
-            return {key: built(item) for key, item in tree.items()}
-        return tree
 
-    args, kwargs = built(op.args), built(op.kwargs)
-    out = op.func(*args, **kwargs)
-    results = {place: tensor.untyped_storage() for place, tensor in enumerate(tensors_in(out))}
-    results |= {-1 - n: tensor.untyped_storage() for n, tensor in enumerate(changed(kind, args, kwargs))}
-    return results
+def _number(op: Op) -> int:
+    return op.number
+
+
+_NOWHERE = Geometry(torch.float32, torch.device("cpu"), (0,), (1,), 0, False, False)

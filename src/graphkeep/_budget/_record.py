@@ -1,4 +1,10 @@
-"""The record of ops: a dispatch mode that writes down what made each storage, while a graph is being built."""
+"""The record of ops: what made each storage, written down while a graph is being built.
+
+A `Mode` (a dispatch mode, one for each thread) passes every aten op on to the `Record`. Views cost one look-up; an op that
+computes is written down with a reference to the *value* of each storage that it reads, never to a tensor, so that the record
+keeps nothing alive but what cannot be made again. What ran before the first op with a history is no part of the graph: its
+results are the graph's inputs.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphkeep._budget._plan import Trace
-from graphkeep._budget._values import Op, Ref, Scratch, Storage, Value, geometry
+from graphkeep._budget._trace import Trace
+from graphkeep._budget._values import Alive, Op, Ref, Scratch, Storage, Value, geometry
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_aten = torch.ops.aten
+_REPEATABLE = ("aten", "prims", "prim")  # a kernel of somebody else's, or a collective, is not run again
+_strided = torch.strided
+_grad_enabled = torch.is_grad_enabled
+_now = time.perf_counter
+SMALL = 1 << 14  # bytes of a result of a random op that is rather kept than drawn again: a generator's state takes 5,056
+
+
+_UNCOUNTED = (torch.ops.aten.rrelu_with_noise,)  # it saves the noise, then writes it
 
 
 class Kind(NamedTuple):
@@ -23,17 +36,23 @@ class Kind(NamedTuple):
 
     Attributes:
         view: whether all it gives are views of what it was given.
+        opaque: whether it must not be run again.
         changes: position and name of each argument that it changes.
         random: whether it may draw random numbers.
+        generator: whether it can be told from which generator.
         statistics: position of the first of two running statistics that a batch norm writes without saying so; -1: none.
         training: position of its argument that says whether it does.
+        counted: whether torch counts, in the version, that it changes them.
     """
 
     view: bool
+    opaque: bool
     changes: tuple[tuple[int, str], ...]
     random: bool
+    generator: bool
     statistics: int
     training: int
+    counted: bool
 
 
 @functools.cache
@@ -50,7 +69,16 @@ def kind_of(func: Any) -> Kind:
     training = next((i for i, name in enumerate(names) if name in ("training", "train", "is_training")), -1)
     if changes or training < 0:
         statistics = -1
-    return Kind(view, changes, torch.Tag.nondeterministic_seeded in func.tags, statistics, training)
+    return Kind(
+        view,
+        func.namespace not in _REPEATABLE,
+        changes,
+        torch.Tag.nondeterministic_seeded in func.tags,
+        "generator" in names,
+        statistics,
+        training,
+        func.overloadpacket not in _UNCOUNTED,
+    )
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
@@ -73,179 +101,296 @@ def changed(kind: Kind, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return found
 
 
-class Record(TorchDispatchMode):
+def _plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is _strided and not tensor.is_nested
+
+
+class Mode(TorchDispatchMode):
+    """Shows a record the ops of one thread."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.record = record
+        self.off = 0  # above 0, ops are run and not written down
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = kind_of(func)
+        if kind.view or self.off:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self.record.run(func, kind, args, kwargs or {})
+
+
+class Record:
     """Which op made each storage that is alive.
 
-    Attributes:
-        off: above 0, ops are run and not written down.
-        changing: is told of a value before an op changes its storage.
+    Arguments:
+        changing: is told of a value without an op that ops have read, before its storage is changed.
+        keep: is to keep the storage of such a value.
+        follow: is to let who has saved the first of two values have the second, which is on the same storage.
+        idle: is called before the first op after the last graph has gone.
     """
 
-    def __init__(self, changing: Callable[[Value], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.off = 0
+    def __init__(
+        self,
+        changing: Callable[[Value], None],
+        keep: Callable[[Value, Storage], None],
+        follow: Callable[[Value, Value, Storage], None],
+        idle: Callable[[], None],
+    ) -> None:
         self.changing = changing
+        self.keep = keep
+        self.follow = follow
+        self.idle = idle
+        self.resting = False  # the last graph has gone
+        self.begun = False  # an op with a history has run
         self.trace = Trace()
+        self.small = 0  # integer results of so many bytes at most are kept
         self._made: dict[int, Value] = {}
         self._leaves: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
+        self._gone = functools.partial(_gone, self._made)
 
     def forget(self) -> None:
         """No graph is alive: what there is now are the inputs of the next."""
         self._made.clear()
         self.trace = Trace()
+        self.begun = self.resting = False
 
     def value_of(self, storage: Storage) -> Value | None:
-        """What a storage holds now; None if no op of the record made it."""
+        """What a storage holds now; None if the record has not seen it."""
         return self._made.get(storage._cdata) or self._leaves.get(storage._cdata)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.off:
-            return func(*args, **kwargs)
-        kind = kind_of(func)
-        if kind.view:
-            return func(*args, **kwargs)
-        before = self._before(kind, args, kwargs) if kind.changes else []
+    def adopt(self, storage: Storage) -> Value:
+        """A storage of the graph that the record has not seen being made: it cannot be made again."""
+        return self._make(None, 0, storage)
+
+    # an op ----------------------------------------------------------------------------------------------------------------
+
+    def run(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
+        """Run an op and write it down."""
+        if self.resting:
+            self.idle()
+        if not self.begun and _grad_enabled():
+            self.begun = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        if not self.begun or not _grad_enabled():
+            return self._unwritten(func, kind, args, kwargs)
         norm = kind.statistics >= 0 and len(args) > kind.training and bool(args[kind.training])
-        if norm:
-            before = self._statistics(args[kind.statistics : kind.statistics + 2])
-        if not torch.is_grad_enabled():
+        changes = self._about_to_change(kind, args, kwargs, norm)
+        values: dict[int, Value] = {}
+        op: Op | None = None
+        if not kind.opaque and (norm or all(map(self._can_be_had, changes))):
+            reads = args
+            if norm:  # its results do not depend on the statistics, and running it again must not move them
+                k = kind.statistics
+                reads = (*args[:k], *(None if t is None else Scratch(geometry(t)) for t in args[k : k + 2]), *args[k + 2 :])
+            try:
+                written = self._written(reads, values)
+                op = Op(func, written, self._written(kwargs, values) if kwargs else kwargs, tuple(values.values()))
+            except _OpaqueError:
+                op = None
+        if kind.random:
+            out, op = self._random(func, kind, args, kwargs, op)
+        else:
+            begun = _now()
             out = func(*args, **kwargs)
-            for storage in before:
-                self._lost(storage)
-            return out
-        out = self._run(func, kind, args, kwargs, norm)
+            if op is not None:
+                op.seconds = _now() - begun
+        if op is not None:
+            op.traced = self.trace.add_op(op)
         if norm:
-            for storage in before:
-                self._lost(storage)
+            for storage in changes:
+                self._lost(storage, counted=False)
+        elif changes:
+            for n, tensor in enumerate(changed(kind, args, kwargs)):
+                if _plain(tensor):
+                    self._new_version(op, -1 - n, tensor, kind.counted)
+        self._results(op, out, values if op is not None else None, args, kwargs)
         return out
 
-    def _statistics(self, tensors: Any) -> list[Storage]:
-        found = [tensor.untyped_storage() for tensor in tensors if type(tensor) in _PLAIN]
-        for storage in found:
-            value = self._made.get(storage._cdata) or self._leaves.get(storage._cdata)
-            if value is not None:
-                self.changing(value)
-        return found
+    def _unwritten(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
+        norm = kind.statistics >= 0 and len(args) > kind.training and bool(args[kind.training])
+        changes = self._about_to_change(kind, args, kwargs, norm)
+        out = func(*args, **kwargs)
+        for storage in changes:
+            self._lost(storage, counted=not norm)
+        if self.begun:
+            self._results(None, out, None, args, kwargs)
+        return out
 
-    def _before(self, kind: Kind, args: Any, kwargs: Any) -> list[Storage]:
+    def _random(self, func: Any, kind: Kind, args: Any, kwargs: Any, op: Op | None) -> tuple[Any, Op | None]:
+        generator = kwargs.get("generator")
+        device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
+        if generator is None:
+            generator = default_generator(device)
+        if op is None or generator is None:
+            return func(*args, **kwargs), None
+        before = generator.get_state()
+        begun = _now()
+        out = func(*args, **kwargs)
+        op.seconds = _now() - begun
+        if not torch.equal(before, generator.get_state()):
+            drawn = sum(t.untyped_storage().nbytes() for t in [*tensors_in(out), *changed(kind, args, kwargs)] if _plain(t))
+            if not kind.generator or drawn <= SMALL:
+                return out, None
+            op.generator = before
+        if "generator" in op.kwargs:
+            op.kwargs = {key: value for key, value in op.kwargs.items() if key != "generator"}
+        return out, op
+
+    def _about_to_change(self, kind: Kind, args: Any, kwargs: Any, norm: bool) -> list[Storage]:
+        """The storages that an op changes; who needs what they hold now is told."""
+        if norm:
+            tensors: Any = [t for t in args[kind.statistics : kind.statistics + 2] if t is not None]
+        elif kind.changes:
+            tensors = changed(kind, args, kwargs)
+        else:
+            return []
         found = {}
-        for tensor in changed(kind, args, kwargs):
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        for tensor in tensors:
+            if _plain(tensor):
                 storage = tensor.untyped_storage()
                 found[storage._cdata] = storage
         for key in found:
-            value = self._made.get(key) or self._leaves.get(key)
-            if value is not None:
-                self.changing(value)
+            leaf = self._leaves.get(key)
+            if leaf is not None:
+                self.changing(leaf)
         return list(found.values())
 
-    def _lost(self, storage: Storage) -> None:
-        """A storage was changed in a way that is not written down."""
-        value = self._made.pop(storage._cdata, None) or self._leaves.pop(storage._cdata, None)
-        if value is not None:
-            value.current, value.kept = False, None
+    def _can_be_had(self, storage: Storage) -> bool:
+        """Whether what a storage holds can be made again once it was changed in place."""
+        value = self._made.get(storage._cdata)
+        return value is not None and value.op is not None
 
-    def _run(self, func: Any, kind: Kind, args: Any, kwargs: Any, norm: bool) -> Any:
-        state = _generators(args, kwargs) if kind.random else None
-        try:
-            reads = args
-            if norm:  # its results do not depend on the statistics; running it again must not move them
-                k = kind.statistics
-                reads = (*args[:k], *(None if t is None else Scratch(geometry(t)) for t in args[k : k + 2]), *args[k + 2 :])
-            written = self._written(reads), self._written(kwargs)
-        except _OpaqueError:
-            written = None
-        begun = time.perf_counter()
-        out = func(*args, **kwargs)
-        seconds = time.perf_counter() - begun
-        if written is not None and (state is None or state == _generators(args, kwargs)):
-            op = Op(func, *written, seconds)
-            op.number = self.trace.add_op(seconds, tuple(self.trace.number_of(value) for value in op.reads))
-        else:
-            op = None
-        keys = self._keys(args, kwargs)
-        for n, tensor in enumerate(changed(kind, args, kwargs)):
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                self._new_version(op, -1 - n, tensor.untyped_storage())
-        for place, tensor in enumerate(tensors_in(out)):
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in keys and storage._cdata not in self._made:
-                    self._make(op, place, storage)
-        return out
+    def _lost(self, storage: Storage, counted: bool) -> None:
+        """A storage was changed, which is not written down; who has saved it sees the change unless torch counts it."""
+        value = self._made.pop(storage._cdata, None)
+        leaf = self._leaves.pop(storage._cdata, None)
+        for old in (value, leaf):
+            if old is not None:
+                old.current = False
+        old = value or leaf
+        if old is not None and not old.apart:
+            new = self._make(None, 0, storage)
+            if not counted and old.slots:
+                self.follow(old, new, storage)
 
-    def _keys(self, args: Any, kwargs: Any) -> set[int]:
-        found = set()
-        for tensor in tensors_in((args, kwargs)):
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
-                found.add(tensor.untyped_storage()._cdata)
-        return found
+    # arguments and results ------------------------------------------------------------------------------------------------
 
-    def _written(self, tree: Any) -> Any:
-        """Arguments with a `Ref` for each tensor."""
-        if isinstance(tree, torch.Tensor):
-            if type(tree) not in _PLAIN or tree.layout is not torch.strided or tree.is_nested:
-                raise _OpaqueError
-            return Ref(self._read(tree.untyped_storage()), geometry(tree))
-        if type(tree) in (tuple, list):
-            return type(tree)(self._written(item) for item in tree)
-        if type(tree) is dict:
-            return {key: self._written(item) for key, item in tree.items()}
-        if isinstance(tree, torch.Generator):
+    def _written(self, tree: Any, values: dict[int, Value]) -> Any:
+        """Arguments with a `Ref` for each tensor; the values that they stand on are put in ``values`` by storage."""
+        kind = type(tree)
+        if kind is tuple or kind is list:
+            written = []
+            for item in tree:
+                kind = type(item)
+                if kind in _PLAIN or isinstance(item, torch.Tensor):
+                    written.append(self._ref(item, values))
+                elif kind is list or kind is tuple or kind is dict:
+                    written.append(self._written(item, values))
+                else:
+                    written.append(item)
+            return written if type(tree) is list else tuple(written)
+        if kind is dict:
+            return {key: self._written(item, values) for key, item in tree.items()}
+        return self._ref(tree, values) if isinstance(tree, torch.Tensor) else tree
+
+    def _ref(self, tensor: torch.Tensor, values: dict[int, Value]) -> Ref:
+        if type(tensor) not in _PLAIN or tensor.layout is not _strided or tensor.is_nested:
             raise _OpaqueError
-        return tree
-
-    def _read(self, storage: Storage) -> Value:
+        storage = tensor.untyped_storage()
         key = storage._cdata
-        value = self._made.get(key)
-        if value is not None and value.op is None:  # it cannot be made again: who reads it keeps it
+        value = values.get(key)
+        if value is None:
+            value = self._made.get(key)
+            if value is None or value.op is None:
+                value = self._leaf(tensor, storage, value)
+            values[key] = value
+        return Ref(value, geometry(tensor))
+
+    def _leaf(self, tensor: torch.Tensor, storage: Storage, made: Value | None) -> Value:
+        """A value that cannot be made again, and that an op reads: it is kept for as long as the op is."""
+        key = storage._cdata
+        if made is not None:
             del self._made[key]
-            value.kept = storage
+            self._leaves[key] = made
+            self.keep(made, storage)
+            return made
+        value = self._leaves.get(key)
+        if value is None or not value.current:
+            base = tensor if tensor._base is None else tensor._base
+            value = Value(None, 0, storage.nbytes(), weakref.ref(storage))
+            value.apart = base.is_leaf or not tensor.requires_grad
             self._leaves[key] = value
-        elif value is None:
-            value = self._leaves.get(key)
-            if value is None or not value.current:
-                value = Value(None, 0, storage)
-                value.kept, value.apart = storage, True
-                self._leaves[key] = value
+            value.watch(base)
+            self.keep(value, storage)
         return value
 
-    def _make(self, op: Op | None, place: int, storage: Storage) -> None:
-        value = Value(op, place, storage)
+    def _results(self, op: Op | None, out: Any, read: dict[int, Value] | None, args: Any, kwargs: Any) -> None:
+        if type(out) in _PLAIN:
+            self._result(op, 0, out, read, args, kwargs)
+        else:
+            for place, tensor in enumerate(tensors_in(out)):
+                self._result(op, place, tensor, read, args, kwargs)
+
+    def _result(self, op: Op | None, place: int, out: Any, read: dict[int, Value] | None, args: Any, kwargs: Any) -> None:
+        if not _plain(out):
+            return
+        storage = out.untyped_storage()
         key = storage._cdata
-        made = self._made
+        if key in self._made:
+            return
+        if read is None:
+            if key in self._leaves or any(_plain(t) and t.untyped_storage()._cdata == key for t in tensors_in((args, kwargs))):
+                return
+        elif key in read or (op is not None and op.made and key in self._leaves):
+            return
+        value = self._make(op, place, storage, out)
+        if op is not None and value.nbytes <= self.small and not (out.is_floating_point() or out.is_complex()):
+            value.pinned = INDICES
 
-        def gone(ref: Any) -> None:
-            if made.get(key) is not None and made[key].alive is ref:
-                del made[key]
-
-        value.alive = weakref.ref(storage, gone)
+    def _make(self, op: Op | None, place: int, storage: Storage, tensor: torch.Tensor | None = None) -> Value:
+        key = storage._cdata
+        alive = Alive(storage, self._gone)
+        alive.key = key
+        value = Value(op, place, storage.nbytes(), alive)
+        if tensor is not None:
+            value.watch(tensor)
         if op is not None:
             op.made.append((place, weakref.ref(value)))
-        self.trace.add(value, -1 if op is None else op.number)
-        made[key] = value
+            op.nbytes += value.nbytes
+        self.trace.add(value, -1 if op is None else op.traced)
+        self._made[key] = value
+        return value
 
-    def _new_version(self, op: Op | None, place: int, storage: Storage) -> None:
-        key = storage._cdata
-        old = self._made.pop(key, None)
+    def _new_version(self, op: Op | None, place: int, tensor: torch.Tensor, counted: bool) -> None:
+        storage = tensor.untyped_storage()
+        old = self._made.pop(storage._cdata, None) or self._leaves.pop(storage._cdata, None)
         if old is not None:
             old.current = False
-            # what cannot be made again is gone now
-            self._make(op if old.op is not None else None, place, storage)
-        else:  # a parameter, a buffer, an input: it is what it is
-            leaf = self._leaves.pop(key, None)
-            if leaf is not None:
-                leaf.current, leaf.kept = False, None
+            # a parameter, a buffer or an input is what it is; the rest is the graph's
+            if not old.apart:
+                new = self._make(op, place, storage, tensor)
+                new.version += counted  # torch counts it after the op has run
+                if not counted and old.slots:
+                    self.follow(old, new, storage)
+
+
+def _gone(made: dict[int, Value], alive: Alive) -> None:
+    value = made.get(alive.key)
+    if value is not None and value.alive is alive:
+        del made[alive.key]
 
 
 class _OpaqueError(Exception):
     pass
 
 
-def _generators(args: Any, kwargs: Any) -> list[Any]:
-    """The states of the generators that an op may draw from; equal before and after, it drew nothing."""
-    states: list[Any] = [torch.default_generator.get_state().numpy().tobytes()]
-    if torch.cuda.is_initialized():
-        states += [generator.get_state().numpy().tobytes() for generator in torch.cuda.default_generators]
-    return states
+INDICES = "its few integers (indices, a mask) must not come out otherwise"
+
+
+def default_generator(device: torch.device | None) -> torch.Generator | None:
+    """That from which an op on a device draws; None where that is not known."""
+    if device is None or device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        return torch.cuda.default_generators[device.index or 0]
+    return None

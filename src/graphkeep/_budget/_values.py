@@ -8,6 +8,7 @@ counting takes it and all that only it needed.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -72,21 +73,31 @@ class Op:
     """One aten op as it ran.
 
     Attributes:
+        number: ops are numbered in the order in which they ran.
         func, args, kwargs: what ran, with a `Ref` in the place of each tensor.
+        reads: the values that it read.
+        generator: the state that its random numbers were drawn from; None if it drew none.
         seconds: what it took.
         made: the values that it made, weakly, with the place of each among its results.
+        nbytes: of all its results.
     """
 
-    __slots__ = ("args", "func", "kwargs", "made", "number", "reads", "seconds")
-    number: int
+    __slots__ = ("args", "func", "generator", "kwargs", "made", "nbytes", "number", "reads", "seconds", "traced")
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, seconds: float) -> None:
+    def __init__(self, func: Any, args: Any, kwargs: Any, reads: tuple[Value, ...]) -> None:
+        self.number = next(_numbers)
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.reads = tuple({id(ref.value): ref.value for ref in refs((args, kwargs))}.values())
-        self.seconds = seconds
+        self.reads = reads
+        self.generator: torch.Tensor | None = None
+        self.seconds = 0.0
         self.made: list[tuple[int, weakref.ref[Value]]] = []
+        self.nbytes = 0
+        self.traced = -1
+
+
+_numbers = itertools.count()
 
 
 def refs(tree: Any) -> Iterator[Ref]:
@@ -101,20 +112,29 @@ def refs(tree: Any) -> Iterator[Ref]:
             yield from refs(item)
 
 
+class Alive(weakref.ref[Any]):
+    """A weak reference to a storage that knows where it is written down."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 class Value:
     """The content of a storage between two in-place ops.
 
     Attributes:
-        op: what made it; None for a leaf (a parameter, an input, what an op made that cannot be repeated).
+        op: what made it; None for what cannot be made again (a parameter, an input, a custom kernel's result).
         place: where among the results of the op its storage is; ``-1 - n``: it is the n-th tensor that the op changes.
         nbytes: of the storage.
         alive: the storage, weakly: somebody else may hold it.
+        witness: a tensor on it, weakly, and its version then: whether what is alive still has this content.
         held: the storage, if the graph holds it.
-        kept: the storage of a leaf that some op has read.
-        apart: whether it was there before: a parameter, an input.
+        kept: the storage of a value without an op that some op has read.
+        apart: whether it was there before the graph: a parameter, an input.
         current: whether no later op has changed that storage.
-        pinned: whether it must not be dropped.
+        pinned: why it must not be dropped; empty if it may be.
         slots: the entries that stand on it, by number.
+        last: the highest number of a node that has saved it.
     """
 
     __slots__ = (
@@ -124,35 +144,77 @@ class Value:
         "current",
         "held",
         "kept",
+        "last",
         "nbytes",
         "number",
         "op",
         "pinned",
         "place",
         "slots",
+        "spilled",
         "trace",
-        "used",
+        "version",
+        "witness",
     )
 
-    def __init__(self, op: Op | None, place: int, storage: Storage) -> None:
+    def __init__(self, op: Op | None, place: int, nbytes: int, alive: Callable[[], Storage | None]) -> None:
         self.op = op
         self.place = place
-        self.nbytes = storage.nbytes()
-        self.alive: Callable[[], Storage | None] = weakref.ref(storage)
+        self.nbytes = nbytes
+        self.alive = alive
+        self.witness: Callable[[], torch.Tensor | None] = _nobody
+        self.version = 0
         self.held: Storage | None = None
-        self.kept: Storage | None = None
+        self.kept: Kept | None = None
         self.current = True
         self.apart = False
-        self.pinned = op is None
+        self.pinned = "" if op is not None else OPAQUE
         self.slots: dict[int, weakref.ref[Any]] = {}
-        self.used = 0
+        self.last = 0
+        self.spilled: Any = None
         self.trace: Any = None
         self.number = -1
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Remember a tensor on it."""
+        if not tensor.is_inference():
+            self.witness, self.version = weakref.ref(tensor), tensor._version
 
     def now(self) -> Storage | None:
         """The storage, if it is there with this content."""
         if self.held is not None:
             return self.held
         if self.kept is not None:
-            return self.kept
-        return self.alive() if self.current else None
+            return self.kept.storage
+        if self.current:
+            witness = self.witness()
+            if witness is not None and witness._version == self.version:
+                return self.alive()
+        return None
+
+
+OPAQUE = "its producer cannot be run again"
+
+
+def _nobody() -> None:
+    return None
+
+
+class Kept:
+    """A storage that the record keeps, since ops read it that may have to run again.
+
+    Arguments:
+        count: is told how many bytes more, or less, are held for it; None for what is not counted.
+    """
+
+    __slots__ = ("count", "storage")
+
+    def __init__(self, storage: Storage, count: Callable[[int], None] | None) -> None:
+        self.storage = storage
+        self.count = count
+        if count is not None:
+            count(storage.nbytes())
+
+    def __del__(self) -> None:
+        if self.count is not None:
+            self.count(-self.storage.nbytes())

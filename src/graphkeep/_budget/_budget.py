@@ -1,0 +1,163 @@
+"""`budget`: any eager step within so many bytes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from types import TracebackType
+from typing import Literal
+
+from typing_extensions import Self
+
+from graphkeep._budget._holdings import Holdings
+from graphkeep._errors import ArgumentError, ArgumentTypeError, BudgetError, caller
+from graphkeep._ledger import LEDGER
+from graphkeep._units import format_bytes, parse_bytes
+
+_one = threading.Lock()  # there is one ledger, and one owner of what it holds
+
+
+class budget:
+    """Hold the saved tensors of every graph that is built inside within a number of bytes.
+
+    Nothing in the program changes: gradients, buffers, hooks and random numbers are those of plain PyTorch. Over the limit,
+    saved tensors are dropped, and when a backward asks for one, the ops that made it run again.
+
+    Arguments:
+        limit: bytes, as an int or a string (``2**30``, ``"512MiB"``), or a float, ``0 < limit <= 1``: that share of what the
+            first step needs, which then runs without a limit. A step ends when no graph is left alive. Counted are the unique
+            storages that the graph holds, in forward and backward, with what is there for running again; parameters, and
+            what was there before the step's first op with a history (its inputs), are not.
+        on_exit: what becomes of graphs that are alive on leaving: ``"recompute"``: what was dropped is run again when a
+            backward asks for it, without a limit; ``"bring"``: it is brought back at once.
+
+    Attributes:
+        limit: in bytes; None before the first step has ended, for a share.
+        live: bytes that are held now.
+        peak: bytes that were held at most.
+        recomputed_ops, recomputed_flops, recomputed_seconds: what ran again: aten ops, their floating-point operations as
+            `torch.utils.flop_counter` counts them, and the seconds that they took the first time.
+        steps: that have ended.
+
+    Raises:
+        ArgumentError: a limit that is no number of bytes and no share, or a second budget while one is active.
+        BudgetError: inside, where no choice of what to drop fits; ``.smallest`` is the limit, in bytes, that would have done
+            for what had run up to there.
+
+    Example:
+        >>> import graphkeep as gk
+        >>> net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+        >>> with gk.budget("64KiB") as b:
+        ...     net(torch.ones(256, 64)).sum().backward()
+        Traceback (most recent call last):
+            ...
+        graphkeep._errors.BudgetError: ...
+
+    Sources: Kirisame et al. 2021 (Dynamic Tensor Rematerialization, https://arxiv.org/abs/2006.09616), Jain et al. 2020
+    (Checkmate, https://arxiv.org/abs/1910.02653), `torch.utils.checkpoint`.
+    """
+
+    def __init__(self, limit: int | float | str, *, on_exit: Literal["recompute", "bring"] = "recompute") -> None:
+        if isinstance(limit, bool) or not isinstance(limit, (int, float, str)):
+            raise ArgumentTypeError(
+                f"limit={limit!r} is {type(limit).__name__}",
+                where=caller(),
+                instead='bytes, gk.budget("2GiB"), or a share of what the first step needs, gk.budget(0.5)',
+            )
+        if on_exit not in ("recompute", "bring"):
+            raise ArgumentError(f"on_exit={on_exit!r}", where=caller(), instead='on_exit="recompute" or on_exit="bring"')
+        self._share: float | None = None
+        self._limit: int | None = None
+        if isinstance(limit, float):
+            if not 0 < limit <= 1 or math.isnan(limit):
+                raise ArgumentError(
+                    f"limit={limit!r}: a float is a share of what the first step needs, above 0 and at most 1",
+                    where=caller(),
+                    instead="gk.budget(0.5), or bytes as an int",
+                )
+            self._share = limit
+        else:
+            self._limit = parse_bytes(limit, "limit")
+            if self._limit < 1:
+                raise ArgumentError(f"limit={limit!r}: no graph fits in that", where=caller(), instead='gk.budget("2GiB")')
+        self._on_exit = on_exit
+        self._active = False
+        self._holdings = Holdings(self._limit, self._share)
+
+    def __enter__(self) -> Self:
+        if not _one.acquire(blocking=False):
+            raise ArgumentError(
+                "a budget is active already, and it holds the graphs of all threads",
+                where=caller(),
+                instead="one gk.budget around both",
+            )
+        self._active = True
+        self._holdings = Holdings(self._holdings.limit, None if self._holdings.limit else self._share)
+        try:
+            LEDGER.join(self._holdings)
+            self._holdings.enter()
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._leave()
+        if self._on_exit == "bring" and error is None:
+            self._holdings.bring_all()
+
+    def _leave(self) -> None:
+        self._active = False
+        try:
+            self._holdings.exit()
+            LEDGER.leave(self._holdings)
+        finally:
+            self._holdings.left()
+            _one.release()
+
+    @property
+    def limit(self) -> int | None:
+        return self._holdings.limit if self._active else (self._holdings.limit or self._limit)
+
+    @property
+    def live(self) -> int:
+        return self._holdings.live
+
+    @property
+    def peak(self) -> int:
+        return self._holdings.peak
+
+    @property
+    def steps(self) -> int:
+        return self._holdings.steps.count
+
+    @property
+    def smallest(self) -> int | None:
+        """The smallest limit, in bytes, that the last step could have had; None before one has ended."""
+        last = self._holdings.steps.last
+        return None if last is None else self._holdings.steps.smallest(last)
+
+    @property
+    def recomputed_ops(self) -> int:
+        return self._holdings.recomputed_ops
+
+    @property
+    def recomputed_flops(self) -> int:
+        return self._holdings.recomputed_flops
+
+    @property
+    def recomputed_seconds(self) -> float:
+        return self._holdings.recomputed_seconds
+
+    def report(self) -> str:
+        """What was held and dropped, for people."""
+        h = self._holdings
+        lines = [f"peak {format_bytes(h.peak)} of {format_bytes(h.limit or 0)}"]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        limit = f"{self._share}" if self.limit is None else format_bytes(self.limit)
+        return f"<graphkeep.budget {limit}, peak {format_bytes(self.peak)}>"
+
+
+__all__ = ["BudgetError", "budget"]

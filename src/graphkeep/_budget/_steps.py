@@ -1,0 +1,101 @@
+"""The steps of a program: their streams, plans for those that come again, and the limit where it is a share of the first."""
+
+from __future__ import annotations
+
+from graphkeep._budget._plan import Plan, plan, smallest
+from graphkeep._budget._trace import Trace, TracedOp
+from graphkeep._budget._values import Value
+
+_PLANS = 16  # streams that are known at a time
+_SEEN = 64
+_IN_VAIN = 3  # plans that were made and not followed; then only a stream that has come twice is planned
+_AGAIN = (1, 4)  # times that a plan has been followed, after which it is made anew from better timings
+
+
+class Steps:
+    """What is known of the steps before, and where in which of them we are.
+
+    Arguments:
+        limit: bytes; None for none yet.
+        share: of what the first step needed, to become the limit.
+
+    Attributes:
+        plan: the one that is being followed.
+        last: the trace of the last step that has ended.
+        count: steps that have ended.
+        followed: those of them that went by a plan to their end.
+    """
+
+    def __init__(self, limit: int | None, share: float | None) -> None:
+        self.limit = limit
+        self.share = share
+        self.plan: Plan | None = None
+        self.last: Trace | None = None
+        self.count = self.followed = 0
+        self.plans: list[Plan] = []  # the one followed last comes last
+        self._used: dict[int, int] = {}  # how often each was followed, by id
+        self._seen: dict[int, None] = {}  # streams, by hash, the latest last
+        self._saves: list[tuple[int, int]] = []
+        self._in_vain = 0
+
+    def drops(self, value: Value) -> bool:
+        """Whether the plan drops what is saved now; while the stream is another than the plan's, there is none."""
+        save = (value.number, value.nbytes)
+        place = len(self._saves)
+        self._saves.append(save)
+        if place == 0:
+            self.plan = self.plans[-1] if self.plans else None
+        found = self.plan
+        if found is not None and (place >= len(found.saves) or found.saves[place] != save):
+            n = place + 1
+            found = self.plan = next((plan for plan in reversed(self.plans) if plan.saves[:n] == self._saves), None)
+        return found is not None and found.fits and save[0] in found.dropped
+
+    def end(self, trace: Trace, peak: int) -> None:
+        """A step has ended: learn from it."""
+        saves, followed = self._saves, self.plan
+        self._saves, self.plan = [], None
+        if not saves or trace.closed:
+            return
+        self.count += 1
+        self.last = trace
+        if self.limit is None and self.share is not None:
+            self.limit = max(int(self.share * peak), 1)
+        if self.limit is None:
+            return
+        if followed is not None and len(followed.saves) == len(saves):
+            self._follow(followed, trace)
+        elif self._comes_again(saves):
+            self._learn(plan(trace, self.limit))
+
+    def _follow(self, followed: Plan, trace: Trace) -> None:
+        self.followed += 1
+        self._in_vain = 0
+        self.plans.remove(followed)
+        self.plans.append(followed)
+        used = self._used[id(followed)] = self._used.get(id(followed), 0) + 1
+        if used in _AGAIN and len(trace.ops) == len(followed.trace.ops):
+            pairs = zip(trace.ops, followed.trace.ops, strict=True)
+            trace.ops = [TracedOp(min(new.seconds, old.seconds), new.reads, new.makes) for new, old in pairs]
+            assert self.limit is not None
+            self._learn(plan(trace, self.limit), used)
+            self._in_vain = 0
+
+    def _comes_again(self, saves: list[tuple[int, int]]) -> bool:
+        key = hash(tuple(saves))
+        known = key in self._seen
+        self._seen.pop(key, None)
+        self._seen[key] = None
+        if len(self._seen) > _SEEN:
+            del self._seen[next(iter(self._seen))]
+        return known or self._in_vain < _IN_VAIN
+
+    def _learn(self, new: Plan, used: int = 0) -> None:
+        self._in_vain += 1
+        self.plans = [*[old for old in self.plans if old.saves != new.saves][1 - _PLANS :], new]
+        counts = {id(old): self._used.get(id(old), 0) for old in self.plans}
+        self._used = counts | {id(new): used}
+
+    def smallest(self, trace: Trace) -> int:
+        """The smallest limit for what a trace holds, in bytes."""
+        return smallest(trace)

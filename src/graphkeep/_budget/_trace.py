@@ -1,0 +1,289 @@
+"""What happened from one moment without a graph to the next, and running through it again without tensors.
+
+`Trace` is the stream of a step: which op made which values from which, and took how long; what was saved, asked for, and let go
+of. `simulate` follows it under a limit, for a set of values that are dropped as soon as they are saved, by the very rules by
+which `_holdings` brings back and makes room, and gives the bytes that are held at most and the seconds that are run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from graphkeep._budget._values import Op, Value
+
+_LONGEST = 200_000  # ops; a stream that never ends is not planned
+_DEEPEST = 128  # ops that are looked at to tell what having a value again costs
+
+
+class TracedOp(NamedTuple):
+    """An op of a trace: its seconds, the values that it read, and those that it made."""
+
+    seconds: float
+    reads: tuple[int, ...]
+    makes: list[int]
+
+
+@dataclass(slots=True)
+class Made:
+    """A value of a trace.
+
+    Attributes:
+        nbytes: of its storage.
+        op: what made it; -1: it cannot be made again.
+        pinned: whether it must not be dropped.
+        nodes: the numbers of the nodes that saved it.
+    """
+
+    nbytes: int
+    op: int
+    pinned: bool
+    nodes: list[int] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """The node that asks for it first."""
+        return max(self.nodes, default=0)
+
+
+class Trace:
+    """The stream of a step.
+
+    Attributes:
+        ops: those that were written down, in order.
+        values: all of them.
+        events: ``("save", value)``, ``("use", value)`` and ``("die", value)``, in order; ``("keep", value)`` and
+            ``("free", value)`` for what is held without being saved, because ops that may run again read it.
+        nodes: for each event, the number of the autograd node that it belongs to.
+    """
+
+    def __init__(self) -> None:
+        self.ops: list[TracedOp] = []
+        self.values: list[Made] = []
+        self.events: list[tuple[str, int]] = []
+        self.nodes: list[int] = []
+        self.closed = False
+
+    def add_op(self, op: Op) -> int:
+        if self.closed:
+            return -1
+        self.ops.append(TracedOp(op.seconds, tuple([self.number_of(value) for value in op.reads]), []))
+        self.closed = len(self.ops) > _LONGEST
+        return len(self.ops) - 1
+
+    def add(self, value: Value, op: int) -> int:
+        value.trace, value.number = self, len(self.values)
+        if not self.closed:
+            self.values.append(Made(value.nbytes, op, bool(value.pinned)))
+            if op >= 0:
+                self.ops[op].makes.append(value.number)
+        return value.number
+
+    def number_of(self, value: Value) -> int:
+        """A value's number; one of before is a leaf here."""
+        return value.number if value.trace is self else self.add(value, -1)
+
+    def note(self, what: str, value: Value, node: int) -> None:
+        """Something has happened to a value."""
+        if self.closed:
+            return
+        number = self.number_of(value)
+        self.events.append((what, number))
+        self.nodes.append(node)
+        if what == "save":
+            self.values[number].pinned = bool(value.pinned)
+            self.values[number].nodes.append(node)
+
+    def also(self, value: Value, node: int) -> None:
+        """A value that has been saved is saved by another node, too."""
+        if value.trace is self and not self.closed:
+            self.values[value.number].nodes.append(node)
+
+    def ended(self) -> Trace:
+        """The same with a backward through all that is still waiting."""
+        waiting: set[int] = set()
+        for what, v in self.events:
+            if what == "save":
+                waiting.add(v)
+            elif what == "die":
+                waiting.discard(v)
+        if not waiting:
+            return self
+        whole = Trace()
+        whole.ops, whole.values = self.ops, self.values
+        whole.events, whole.nodes = list(self.events), list(self.nodes)
+        asked: dict[int, list[int]] = {}
+        for v in sorted(waiting):
+            for node in self.values[v].nodes:
+                asked.setdefault(node, []).append(v)
+        for node in sorted(asked, reverse=True):
+            gone = [v for v in asked[node] if min(self.values[v].nodes) == node]
+            whole.events += [("use", v) for v in asked[node]] + [("die", v) for v in gone]
+            whole.nodes += [node] * (len(asked[node]) + len(gone))
+        return whole
+
+    @property
+    def saves(self) -> list[tuple[int, int]]:
+        """What was saved, in order: numbers and bytes. Two steps that agree in it are taken for the same."""
+        return [(v, self.values[v].nbytes) for kind, v in self.events if kind == "save"]
+
+    def droppable(self) -> set[int]:
+        """The saved values that can be had again."""
+        made = self.values
+        return {v for kind, v in self.events if kind == "save" and made[v].op >= 0 and made[v].nbytes and not made[v].pinned}
+
+    def simulate(self, dropped: Collection[int], limit: int, evict: bool = True) -> Simulated:
+        """Run through it under a limit, with some values dropped as soon as they are saved.
+
+        Arguments:
+            evict: drop more where the limit asks for it; otherwise the limit only tells what is kept of what was run again.
+        """
+        run = _Run(self, dropped, limit, evict)
+        for (kind, v), node in zip(self.events, self.nodes, strict=True):
+            getattr(run, kind)(v, node)
+        return Simulated(run.most, run.seconds, run.full)
+
+    def again(self, value: int, there: Set[int]) -> float:
+        """Seconds to have a value again, with what is not there either."""
+        ops, values = self.ops, self.values
+        first = values[value].op
+        total, seen, todo = 0.0, {first}, [first]
+        while todo and len(seen) < _DEEPEST:
+            traced = ops[todo.pop()]
+            total += traced.seconds
+            for read in traced.reads:
+                op = values[read].op
+                if op >= 0 and read not in there and op not in seen:
+                    seen.add(op)
+                    todo.append(op)
+        return total
+
+
+class Simulated(NamedTuple):
+    """The most bytes held, the seconds run again, and what was held at the fullest moment."""
+
+    most: int
+    seconds: float
+    full: frozenset[int]
+
+
+class _Run:
+    """The rules of `_holdings.Holdings`, on numbers."""
+
+    def __init__(self, trace: Trace, dropped: Collection[int], limit: int, evict: bool) -> None:
+        self.trace = trace
+        self.evict = evict
+        self.dropped = dropped
+        self.limit = limit
+        self.held: set[int] = set()
+        self.waiting: set[int] = set()
+        self.in_use: set[int] = set()
+        self.node = -1
+        self.live = self.most = 0
+        self.seconds = 0.0
+        self.full: frozenset[int] = frozenset()
+
+    def peak(self, live: int) -> None:
+        if live > self.most:
+            self.most, self.full = live, frozenset(self.held)
+
+    def hold(self, v: int) -> None:
+        self.held.add(v)
+        self.live += self.trace.values[v].nbytes
+        self.peak(self.live)
+
+    def save(self, v: int, node: int) -> None:
+        self.node = node
+        self.waiting.add(v)
+        made = self.trace.values[v]
+        pinned = made.op < 0 or made.pinned
+        if v in self.held or (not pinned and v in self.dropped):
+            return
+        if self.room(made.nbytes, ()) or pinned:
+            self.hold(v)
+
+    keep = save
+
+    def die(self, v: int, _node: int) -> None:
+        self.waiting.discard(v)
+        self.in_use.discard(v)
+        if v in self.held:
+            self.held.discard(v)
+            self.live -= self.trace.values[v].nbytes
+
+    free = die
+
+    def use(self, v: int, node: int) -> None:
+        if node != self.node:
+            self.node = node
+            self.in_use.clear()
+        if v not in self.held and self.trace.values[v].op >= 0 and not self.bring(v, strict=False):
+            for other in [
+                h for h in self.held - self.in_use if self.trace.values[h].op >= 0 and not self.trace.values[h].pinned
+            ]:
+                self.held.discard(other)
+                self.live -= self.trace.values[other].nbytes
+            self.bring(v, strict=True)
+        self.in_use.add(v)
+
+    def bring(self, wanted: int, strict: bool) -> bool:
+        ops, values, held = self.trace.ops, self.trace.values, self.held
+        closure, todo = set(), [values[wanted].op]
+        readers: dict[int, int] = {}
+        while todo:
+            number = todo.pop()
+            if number in closure:
+                continue
+            closure.add(number)
+            for read in ops[number].reads:
+                readers[read] = readers.get(read, 0) + 1
+                if values[read].op >= 0 and read not in held:
+                    todo.append(values[read].op)
+        readers[wanted] = 1
+        own: set[int] = set()
+        for number in sorted(closure):
+            seconds, reads, makes = ops[number]
+            need = sum([values[m].nbytes for m in makes])
+            if not strict and not self.room(need, readers):
+                self.live -= sum(values[m].nbytes for m in own)
+                return False
+            self.peak(self.live + need)
+            self.seconds += seconds
+            for m in makes:
+                if m in held or m in own:
+                    continue
+                nbytes = values[m].nbytes
+                if m == wanted or (not strict and m in self.waiting and self.live + nbytes <= self.limit):
+                    held.add(m)
+                    self.live += nbytes
+                elif m in readers:
+                    own.add(m)
+                    self.live += nbytes
+            for read in reads:
+                readers[read] -= 1
+                if not readers[read]:
+                    del readers[read]
+                    if read in own:
+                        own.discard(read)
+                        self.live -= values[read].nbytes
+        return True
+
+    def room(self, need: int, spare: Collection[int]) -> bool:
+        over = self.live + need - self.limit
+        if over <= 0 or not self.evict:
+            return True
+        values, in_use = self.trace.values, self.in_use
+        may = [v for v in self.held if values[v].op >= 0 and not values[v].pinned and v not in spare and v not in in_use]
+        may.sort(key=self.score)
+        for v in may:
+            self.held.discard(v)
+            self.live -= values[v].nbytes
+            over -= values[v].nbytes
+            if over <= 0:
+                return True
+        return False
+
+    def score(self, v: int) -> float:
+        made = self.trace.values[v]
+        return self.trace.again(v, self.held) / ((made.nbytes or 1) * (abs(self.node - made.last) + 1))
