@@ -10,6 +10,8 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from graphkeep._budget._budget import budget as budget
+    from graphkeep._budget._report import BudgetReport as BudgetReport
+    from graphkeep._budget._report import Share as Share
     from graphkeep._cut import cut as cut
     from graphkeep._discard import Discarded as Discarded
     from graphkeep._discard import Kept as Kept
@@ -44,6 +46,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "_budget._budget": ("budget",),
+    "_budget._report": ("BudgetReport", "Share"),
     "_cut": ("cut",),
     "_discard": ("Discarded", "Kept", "discard"),
     "_errors": (

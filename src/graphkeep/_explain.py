@@ -219,7 +219,7 @@ def explain(x: object) -> Explanation | Postmortem:
     held = freed = packed = 0
     for node in nodes:
         for slot in _saved.slots(node):
-            held += slot.state in (State.HELD, State.PACKED)
+            held += slot.state in (State.HELD, State.PACKED, State.DROPPED)
             packed += slot.state is State.PACKED
             freed += slot.state is State.FREED
             for storage in _saved.slot_storages(slot):

@@ -76,6 +76,7 @@ class Entry(_saved.Packed):
     def released(self) -> None:
         if self.number:
             _died(self)
+        self.source = None
 
     def __del__(self) -> None:
         if self.number and self.tombstone is None and LEDGER.listeners:
@@ -107,7 +108,8 @@ class Call:
 class Listener(Protocol):
     """Who joins the ledger. Every method is called in the thread in which the thing happens.
 
-    Those that run for saved tensors may raise, and ``failed`` is told; ``begins`` and ``ends`` must not.
+    Those that run for saved tensors may raise, and ``failed`` is told; `BudgetError` reaches the program. ``begins``, ``ends``,
+    ``enter`` and ``exit`` must not raise.
     """
 
     def saved(self, entry: Entry) -> None:
@@ -132,6 +134,19 @@ class Listener(Protocol):
         """An entry was asked for that an earlier call had asked for, too."""
 
 
+class Companion:
+    """A listener that is told more."""
+
+    def applied(self, args: Any, outputs: Any) -> None:
+        """A custom `Function` has run; what it saved made no entries."""
+
+    def enter(self) -> None:
+        """A thread begins."""
+
+    def exit(self) -> None:
+        """It ends."""
+
+
 class Mismatch:
     """What the last version error in a thread was about; for the post-mortem."""
 
@@ -146,6 +161,7 @@ class Mismatch:
 class _Thread(threading.local):
     pushed = False  # our pair is somewhere on this thread's stack
     aside = False  # it was taken off for torch.func
+    modes = 0  # dispatch modes of listeners
     mismatch: Mismatch | None = None
 
     def __init__(self) -> None:
@@ -230,6 +246,10 @@ class Ledger:
             return True
         return False
 
+    def has_mode(self, more: int) -> None:
+        """A listener has put a dispatch mode of its own on this thread's stack (1), or taken it off (-1)."""
+        self._thread.modes += more
+
     def _hold(self, pushed: bool) -> None:
         self._holding += pushed - self._thread.pushed
         self._thread.pushed = pushed
@@ -299,7 +319,14 @@ def last_number() -> int:
 
 
 def _pack(tensor: torch.Tensor) -> Entry:
-    if type(tensor) not in _PLAIN or _function_modes() or _dispatch_modes() or _trace() is not None or _profile() is not None:
+    modes = _dispatch_modes()
+    if (
+        type(tensor) not in _PLAIN
+        or _function_modes()
+        or (modes and modes > LEDGER._thread.modes)
+        or _trace() is not None
+        or _profile() is not None
+    ):
         # function modes and subclasses of the program's must not see what is done here. Dispatch modes see the `detach` of an
         # output, as they do in torch
         with _C.DisableTorchFunction():
@@ -328,7 +355,7 @@ def _enter(tensor: torch.Tensor, is_output: bool | None = None) -> Entry:
         # doubt it counts as an output
         if is_output is None:
             is_output = entry.version != 0 or sys.getrefcount(tensor) < _fresh + 2
-        entry.tensor = tensor.detach() if is_output else tensor
+        entry.tensor = _detach(tensor) if is_output else tensor
         base = tensor._base
         entry.view = base is not None
         if base is not None and base.is_leaf and base.requires_grad:
@@ -353,6 +380,15 @@ def _enter(tensor: torch.Tensor, is_output: bool | None = None) -> Entry:
     return entry
 
 
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
+    modes = _dispatch_modes()
+    if modes and modes <= LEDGER._thread.modes:  # a listener's own need not see it
+        with _C._ExcludeDispatchKeyGuard(_BY_MODES):
+            return tensor.detach()
+    return tensor.detach()
+
+
+_BY_MODES: Any = _C.DispatchKeySet(_C.DispatchKey.Python) | _C.DispatchKeySet(_C.DispatchKey.PythonTLSSnapshot)
 _fresh = 1 << 30  # the reference count that `_enter` sees of a tensor that nobody else holds; none is an input until measured
 
 
@@ -574,10 +610,15 @@ def _pop_one() -> None:
 def _wrap_start(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def bootstrap(thread: threading.Thread) -> None:
+        listeners = [listener for listener in LEDGER.listeners if isinstance(listener, Companion)]
         LEDGER.push()
+        for listener in listeners:
+            listener.enter()
         try:
             original(thread)
         finally:
+            for listener in listeners:
+                listener.exit()
             LEDGER.pull()
             LEDGER.settle()
 
@@ -588,10 +629,22 @@ def _wrap_apply(_inherited: Callable[..., Any]) -> Any:
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         pulled = LEDGER.pull()
         try:
-            return super(_FUNCTION, function).apply(*args, **kwargs)
+            outputs = super(_FUNCTION, function).apply(*args, **kwargs)
         finally:
             if pulled:
                 LEDGER.push()
+        for listener in LEDGER.listeners:
+            if not isinstance(listener, Companion):
+                continue
+            try:
+                listener.applied(args, outputs)
+            except BudgetError:
+                raise
+            except Exception as error:  # a listener's fault is not the program's
+                if programs_own(error):
+                    raise
+                LEDGER.fault(listener, error)
+        return outputs
 
     return classmethod(apply)
 

@@ -40,6 +40,7 @@ class State(enum.Enum):
     EMPTY = "empty"  # nothing was saved there
     HELD = "held"  # a tensor
     PACKED = "packed"  # whatever somebody's pack hook returned
+    DROPPED = "dropped"  # a budget has dropped it, and brings it back when it is asked for
     FREED = "freed"
 
 
@@ -56,7 +57,7 @@ class Packed:
     """What saved-tensor hooks of graphkeep's own leave in a slot: it can be read and released like the tensor itself.
 
     Attributes:
-        tensor: what was saved; None once released.
+        tensor: what was saved; None once released, or dropped by a budget.
         tombstone: says who released it.
     """
 
@@ -172,7 +173,9 @@ def _read(name: str, raw: Any) -> Slot:
 
 
 def _read_packed(name: str, packed: Packed) -> Slot:
-    return Slot(name, State.FREED, packed) if packed.tensor is None else Slot(name, State.HELD, packed.tensor, packed)
+    if packed.tombstone is not None:
+        return Slot(name, State.FREED, packed)
+    return Slot(name, State.DROPPED if packed.tensor is None else State.HELD, packed.tensor, packed)
 
 
 def _read_by_value(node: Node, name: str) -> Iterator[Slot]:

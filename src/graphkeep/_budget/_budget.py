@@ -10,6 +10,8 @@ from typing import Literal
 from typing_extensions import Self
 
 from graphkeep._budget._holdings import Holdings
+from graphkeep._budget._plan import smallest
+from graphkeep._budget._report import BudgetReport, Share, shares
 from graphkeep._errors import ArgumentError, ArgumentTypeError, BudgetError, caller
 from graphkeep._ledger import LEDGER
 from graphkeep._units import format_bytes, parse_bytes
@@ -135,7 +137,7 @@ class budget:
     def smallest(self) -> int | None:
         """The smallest limit, in bytes, that the last step could have had; None before one has ended."""
         last = self._holdings.steps.last
-        return None if last is None else self._holdings.steps.smallest(last)
+        return None if last is None else smallest(last)
 
     @property
     def recomputed_ops(self) -> int:
@@ -149,11 +151,31 @@ class budget:
     def recomputed_seconds(self) -> float:
         return self._holdings.recomputed_seconds
 
-    def report(self) -> str:
-        """What was held and dropped, for people."""
+    def report(self) -> BudgetReport:
+        """Where the bytes are: what the last step held when it was fullest, what it dropped, what can never be dropped."""
         h = self._holdings
-        lines = [f"peak {format_bytes(h.peak)} of {format_bytes(h.limit or 0)}"]
-        return "\n".join(lines)
+        trace = h.steps.last
+        held: frozenset[int] = frozenset()
+        saved: set[int] = set()
+        if trace is not None:
+            planned = h.steps.plan_of(trace)
+            limit = h.limit or 1 << 62
+            held = trace.simulate(planned.dropped if planned is not None else (), limit).full
+            saved = {v for what, v in trace.events if what == "save"}
+        none: tuple[Share, ...] = ()
+        return BudgetReport(
+            self.limit,
+            h.peak,
+            self.smallest,
+            h.steps.count,
+            h.steps.followed,
+            h.recomputed_ops,
+            h.recomputed_flops,
+            h.recomputed_seconds,
+            none if trace is None else shares(trace, held, held),
+            none if trace is None else shares(trace, saved - held, held),
+            none if trace is None else shares(trace, [v for v in held if trace.values[v].pinned], held, why=True),
+        )
 
     def __repr__(self) -> str:
         limit = f"{self._share}" if self.limit is None else format_bytes(self.limit)

@@ -11,6 +11,7 @@ If that does not fit, everything else is dropped and they run once more with not
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Container
@@ -19,12 +20,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from graphkeep._budget._record import Mode, Record
+from graphkeep._budget._record import Mode, Record, tensors_in
 from graphkeep._budget._rerun import Rerun, aside
 from graphkeep._budget._steps import Steps
 from graphkeep._budget._values import Geometry, Kept, Op, Storage, Value, geometry
 from graphkeep._errors import BudgetError, ChangedGraphError, caller
-from graphkeep._ledger import Call, Entry, changed_error
+from graphkeep._ledger import LEDGER, Call, Companion, Entry, changed_error
 from graphkeep._storage import storages
 from graphkeep._units import format_bytes
 
@@ -64,7 +65,17 @@ class Source:
         return self.holdings.bring(entry)
 
 
-class Holdings:
+def saved_by_function(outputs: Any) -> tuple[torch.Tensor, ...]:
+    """What the custom function that gave some outputs holds in ``ctx.saved_tensors``."""
+    for output in tensors_in(outputs):
+        node: Any = output.grad_fn
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            saved: tuple[Any, ...] = node.saved_tensors
+            return tuple([tensor for tensor in saved if tensor is not None])
+    return ()
+
+
+class Holdings(Companion):
     """Listens to the ledger, and holds the storages of the graph.
 
     Arguments:
@@ -74,7 +85,7 @@ class Holdings:
     """
 
     def __init__(self, limit: int | None = None, share: float | None = None, drop_all: bool = False) -> None:
-        self.record = Record(self.changing, self.keep, self.follow, self.end_step)
+        self.record = Record(self.changing, self.follow, self.end_step)
         self.record.small = min(_SMALL, (limit or 0) >> 8)
         self.steps = Steps(limit, share)
         self.drop_all = drop_all
@@ -83,7 +94,11 @@ class Holdings:
         self.recomputed_ops = self.recomputed_flops = self.dropped_bytes = 0
         self.recomputed_seconds = 0.0
         self.values: dict[int, Value] = {}  # those with entries, by id
+        self._numbered: dict[int, Value] = {}  # those of this trace, by number
+        self._outside: dict[int, Any] = {}  # storages that custom functions have saved
         self._victims: list[tuple[float, Value]] = []  # the first to go are the last
+        self._orphans: list[Value] = []  # nobody has them any more, and others can only be had again from them
+        self._waiting: list[weakref.ref[Value]] = []  # those with entries, once nobody counts
         self._in_use: set[int] = set()  # ids of the values that nodes which run now have been given
         self._calls: dict[int, tuple[tuple[int, set[int]], Mode | None, bool | None]] = {}
         self._lock = threading.RLock()
@@ -113,7 +128,7 @@ class Holdings:
             if base.is_leaf or not tensor.requires_grad:
                 return  # an input
             value = self.record.adopt(storage)
-        if value.apart or entry.source is not None:
+        if value.apart or entry.source is not None or storage._cdata in self._outside:
             return
         if where is None:  # a subclass, or sparse: counted, and never dropped
             value.pinned = value.pinned or "it is no plain tensor"
@@ -121,10 +136,13 @@ class Holdings:
         entry.source = Source(self, value, where)
         value.last = max(value.last, entry.node)
         first = not value.slots
+        if self.steps.too_small:
+            raise self._too_small(0)
         value.slots[entry.number] = weakref.ref(entry)
         if first:
             self.values[id(value)] = value
             self.record.trace.note("save", value, entry.node)
+            self._numbered[value.number] = value
             if self.steps.drops(value) and not value.pinned:
                 self.dropped_bytes += value.nbytes
                 return
@@ -135,6 +153,7 @@ class Holdings:
         if self.drop_all and not value.pinned:
             self.dropped_bytes += value.nbytes
         elif first or value.pinned:
+            self._later(-1, 0)
             if self._room(value.nbytes, ()):
                 self._hold(value, storage)
             elif value.pinned:
@@ -151,12 +170,38 @@ class Holdings:
             if value.slots.pop(entry.number, None) is None or value.slots:
                 return
             self.values.pop(id(value), None)
+            if self._numbered.get(value.number) is value:
+                del self._numbered[value.number]
             self._in_use.discard(id(value))
-            self._let_go(value)
+            if value.op is None and value.held is not None and self._needed(value):
+                self._orphans.append(value)
+            else:
+                self._let_go(value)
+            if self._orphans:
+                for orphan in [orphan for orphan in self._orphans if not self._needed(orphan)]:
+                    self._orphans.remove(orphan)
+                    self._let_go(orphan)
             if value.trace is self.record.trace:
                 self.record.trace.note("die", value, entry.node)
             if not self.values and call is None:
                 self.record.resting = True
+
+    def _needed(self, value: Value) -> bool:
+        """Whether something that a backward may still ask for can only be had again from a value that cannot itself."""
+        first = min([op.number for ref in value.readers if (op := ref()) is not None], default=None)
+        if first is None:
+            return False
+        todo = [other.op for other in self.values.values() if other.op is not None and other.op.number >= first]
+        seen = {id(op) for op in todo}
+        while todo:
+            op = todo.pop()
+            for read in op.reads:
+                if read is value:
+                    return True
+                if read.op is not None and read.op.number >= first and id(read.op) not in seen:
+                    seen.add(id(read.op))
+                    todo.append(read.op)
+        return False
 
     def failed(self, error: Exception) -> None:
         raise error
@@ -201,6 +246,39 @@ class Holdings:
     def reused(self, entry: Entry, earlier: int, call: Call) -> None:
         self.used(entry)
 
+    def applied(self, args: Any, outputs: Any) -> None:
+        """Count what a custom function has saved for as long as that is alive: the function holds it, and it is not dropped."""
+        saved = saved_by_function(outputs)
+        if not saved:
+            return
+        given = {s._cdata for t in tensors_in(args) for s in storages(t)}
+        with self._lock:
+            self.record.begun = True
+            for tensor in saved:
+                base = tensor if tensor._base is None else tensor._base
+                for storage in storages(tensor):
+                    value = self.record.value_of(storage)
+                    if value is None and not (storage._cdata in given or (base.is_leaf and base.requires_grad)):
+                        value = self.record.adopt(storage)
+                    if value is not None and not value.apart:
+                        self._foreign(value, storage)
+
+    def _foreign(self, value: Value, storage: Storage) -> None:
+        value.pinned, value.outside = "a custom autograd function has saved it", True
+        if value.held is None and value.kept is None and storage._cdata not in self._outside:
+            if not self._room(value.nbytes, ()):
+                raise self._too_small(value.nbytes)
+            key = storage._cdata
+            self._outside[key] = weakref.ref(storage, functools.partial(self._outside_gone, key, value))
+            self._count(value.nbytes)
+            self.record.trace.note("keep", value, _sequence_number())
+
+    def _outside_gone(self, key: int, value: Value, _ref: Any) -> None:
+        if self._outside.pop(key, None) is not None:
+            self._count(-value.nbytes)
+            if value.trace is self.record.trace:
+                self.record.trace.note("free", value, self._mine.node)
+
     def _given(self, entry: Entry, value: Value) -> None:
         """A node that runs has been given a value: until the next one runs it is there, whoever drops it."""
         mine = self._mine
@@ -217,9 +295,11 @@ class Holdings:
         """Write down what this thread runs."""
         mode = self._mine.mode = Mode(self.record)
         _push_mode(mode)
+        LEDGER.has_mode(1)
 
     def exit(self) -> None:
         mine, self._mine.mode = self._mine.mode, None
+        LEDGER.has_mode(-1)
         above = []
         while mine is not None and _modes():
             mode = _pop_mode()
@@ -233,24 +313,19 @@ class Holdings:
 
     def end_step(self) -> None:
         """No graph is alive."""
+        without = self.limit is None
         self.steps.end(self.record.trace, self.peak)
+        if without and self.limit is not None:
+            self.peak = self.live  # under the limit, which is a share of what it was without
+        for orphan in self._orphans:
+            self._let_go(orphan)
+        self._orphans.clear()
         self._victims.clear()
+        self._numbered.clear()
         self.record.forget()
         self.record.small = min(_SMALL, (self.limit or 0) >> 8)
 
     # holding --------------------------------------------------------------------------------------------------------------
-
-    def keep(self, value: Value, storage: Storage) -> None:
-        """The record is to keep a storage that cannot be made again."""
-        if value.apart:
-            value.kept = Kept(storage, None)
-            return
-        self._let_go(value)
-        if not self._room(value.nbytes, ()):
-            raise self._too_small(value.nbytes)
-        value.kept = Kept(storage, self._count)
-        if not value.slots:
-            self.record.trace.note("keep", value, _sequence_number())
 
     def follow(self, old: Value, new: Value, storage: Storage) -> None:
         """What a graph has saved was changed, and torch does not count that (running statistics): the graph has the new."""
@@ -270,8 +345,9 @@ class Holdings:
                 raise self._too_small(new.nbytes)
 
     def _count(self, more: int) -> None:
-        self.live += more
-        self.peak = max(self.peak, self.live)
+        if self.active:
+            self.live += more
+            self.peak = max(self.peak, self.live)
 
     def _hold(self, value: Value, storage: Storage) -> None:
         if value.held is None and value.kept is None:
@@ -281,7 +357,7 @@ class Holdings:
     def _let_go(self, value: Value) -> None:
         if value.held is not None:
             value.held = None
-            self.live -= value.nbytes
+            self._count(-value.nbytes)
 
     def _drop(self, value: Value) -> None:
         for ref in value.slots.values():
@@ -316,6 +392,14 @@ class Holdings:
             rebuilt = False
         return True
 
+    def _later(self, back: int, k: int) -> None:
+        """Drop what the plan says for this moment."""
+        if self.steps.plan is not None:
+            for number in self.steps.plan.later.get((len(self.record.trace.events) + back, k), ()):
+                value = self._numbered.get(number)
+                if value is not None and value.held is not None and id(value) not in self._in_use:
+                    self._drop(value)
+
     def _may_go(self, value: Value, spare: Container[int]) -> bool:
         return value.held is not None and not value.pinned and id(value) not in spare and id(value) not in self._in_use
 
@@ -337,13 +421,15 @@ class Holdings:
         return total
 
     def changing(self, value: Value) -> None:
-        """An op is about to change in place what ops that may run again have read: they read a copy."""
+        """An op is about to change in place what ops that may run again have read: they will read a copy."""
         with self._lock:
             if not self._room(value.nbytes, ()):
                 raise self._too_small(value.nbytes)
-            assert value.kept is not None
+            storage = value.now()
+            if storage is None:
+                return
             with aside():
-                copy = value.kept.storage.clone()
+                copy = storage.clone()
             value.kept = Kept(copy, self._count)
             value.apart, value.witness = False, _gone
 
@@ -369,16 +455,23 @@ class Holdings:
         return changed_error(entry, like, entry.version + 1)
 
     def left(self) -> None:
-        """Nobody writes down any more; what graphs that are still alive have dropped is brought back without a limit."""
-        self.active = self.drop_all = False
-        if not self.values:
+        """Nobody counts any more. What entries that are still alive stand on is theirs alone."""
+        with self._lock:
+            self.active = self.drop_all = False
+            waiting = list(self.values.values())
+            for kept in (self.values, self._numbered, self._outside, self._orphans, self._in_use, self._victims):
+                kept.clear()
             self.record.forget()
+            self.live = 0
+            self._waiting = [weakref.ref(value) for value in waiting]
 
     def bring_all(self) -> None:
-        """Everything that was dropped, whatever it takes."""
+        """All that was dropped and that somebody may still ask for, whatever it takes."""
         with self._lock:
-            for value in list(self.values.values()):
-                self._hold(value, self._storage_of(value))
+            for ref in self._waiting:
+                value = ref()
+                if value is not None and value.current:
+                    self._hold(value, self._storage_of(value))
 
     def _storage_of(self, value: Value) -> Storage:
         if value.held is None and value.kept is None:
@@ -451,7 +544,8 @@ class Holdings:
         own: dict[int, Value] = {}  # what is there for this call only
         try:
             with aside():
-                for op in ops:
+                for k, op in enumerate(ops):
+                    self._later(0, k)
                     if not self._room(op.nbytes, readers):
                         return False
                     again = Rerun(
@@ -460,13 +554,14 @@ class Holdings:
                     self.recomputed_ops += 1
                     self.recomputed_seconds += op.seconds
                     self.recomputed_flops += again.flops
-                    self.peak = max(self.peak, self.live + op.nbytes)
+                    self._count(op.nbytes)
+                    self._count(-op.nbytes)
                     for read in op.reads:
                         readers[id(read)] -= 1
                         if not readers[id(read)]:
                             del readers[id(read)], there[id(read)]
                             if own.pop(id(read), None) is not None:
-                                self.live -= read.nbytes
+                                self._count(-read.nbytes)
                     for place, ref in op.made:
                         value = ref()
                         if value is None or value.held is not None or value.kept is not None:
@@ -475,7 +570,7 @@ class Holdings:
                         if value is wanted:
                             there[id(value)] = storage
                             self._hold(value, storage)
-                        elif value.slots and not strict and not self.drop_all and self._fits(value.nbytes):
+                        elif self._asked_for(value) and not strict and not self.drop_all and self._fits(value.nbytes):
                             self._hold(value, storage)
                             if id(value) in readers:
                                 there[id(value)] = storage
@@ -485,13 +580,17 @@ class Holdings:
             return True
         finally:
             for value in own.values():
-                self.live -= value.nbytes
+                self._count(-value.nbytes)
+
+    def _asked_for(self, value: Value) -> bool:
+        """Whether an entry stands on it."""
+        return bool(value.slots) and (self.active or any(ref() is not None for ref in value.slots.values()))
 
     # too small --------------------------------------------------------------------------------------------------------------
 
     def _too_small(self, need: int) -> BudgetError:
         limit = self.limit or 0
-        least = max(self.steps.smallest(self.record.trace), self.live + need)
+        least = max(self.steps.smallest(self.record.trace), self.live + need, self.steps.too_small)
         error = BudgetError(
             f"the graph cannot be held in {format_bytes(limit)} ({limit:,} bytes)",
             where=caller(),

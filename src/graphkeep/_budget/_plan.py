@@ -24,6 +24,7 @@ class Plan:
     Attributes:
         saves: the stream: what was saved, in order.
         dropped: the values to drop as soon as they are saved, by their numbers.
+        later: the values to drop later: at which event, before which op of those that run again for it.
         most: bytes that are then held at most.
         seconds: that are run again.
         fits: whether that is within the limit.
@@ -33,6 +34,7 @@ class Plan:
 
     saves: list[tuple[int, int]]
     dropped: set[int]
+    later: dict[tuple[int, int], list[int]]
     most: int
     seconds: float
     fits: bool
@@ -43,8 +45,8 @@ class Plan:
 def plan(trace: Trace, limit: int) -> Plan:
     """Decide."""
     dropped = choose(trace, limit)
-    most, seconds, _ = trace.simulate(dropped, limit)
-    return Plan(trace.saves, dropped, most, seconds, most <= limit, limit, trace)
+    found = trace.simulate(dropped, limit)
+    return Plan(trace.saves, dropped, found.later, found.most, found.seconds, found.most <= limit, limit, trace)
 
 
 def smallest(trace: Trace) -> int:
@@ -58,7 +60,7 @@ def choose(trace: Trace, limit: int) -> set[int]:
     may = trace.droppable()
     leaves = {v for v, made in enumerate(trace.values) if made.op < 0}
     dropped: set[int] = set()
-    most, _, full = trace.simulate(dropped, limit, evict=False)
+    most, _, full, _ = trace.simulate(dropped, limit, evict=False)
     while most > limit and may - dropped:
         there = [v for v in may - dropped if v in full] or list(may - dropped)
         kept = (may - dropped) | leaves
@@ -69,8 +71,8 @@ def choose(trace: Trace, limit: int) -> set[int]:
             excess -= trace.values[v].nbytes
             if excess <= 0:
                 break
-        most, _, full = trace.simulate(dropped, limit, evict=False)
-    _, seconds, _ = trace.simulate(dropped, limit)
+        most, _, full, _ = trace.simulate(dropped, limit, evict=False)
+    seconds = trace.simulate(dropped, limit).seconds
     return _take_back(trace, limit, dropped, seconds)
 
 
@@ -82,7 +84,7 @@ def _take_back(trace: Trace, limit: int, dropped: set[int], seconds: float) -> s
         if time.perf_counter() > until:
             break
         fewer = dropped - {v}
-        most, cost, _ = trace.simulate(fewer, limit)
-        if most <= limit and cost <= seconds:
-            dropped, seconds = fewer, cost
+        found = trace.simulate(fewer, limit)
+        if found.most <= limit and found.seconds <= seconds:
+            dropped, seconds = fewer, found.seconds
     return dropped

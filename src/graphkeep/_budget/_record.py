@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphkeep._budget._trace import Trace
-from graphkeep._budget._values import Alive, Op, Ref, Scratch, Storage, Value, geometry
+from graphkeep._budget._values import Alive, Kept, Op, Ref, Scratch, Storage, Value, geometry
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _REPEATABLE = ("aten", "prims", "prim")  # a kernel of somebody else's, or a collective, is not run again
@@ -125,7 +125,6 @@ class Record:
 
     Arguments:
         changing: is told of a value without an op that ops have read, before its storage is changed.
-        keep: is to keep the storage of such a value.
         follow: is to let who has saved the first of two values have the second, which is on the same storage.
         idle: is called before the first op after the last graph has gone.
     """
@@ -133,12 +132,10 @@ class Record:
     def __init__(
         self,
         changing: Callable[[Value], None],
-        keep: Callable[[Value, Storage], None],
         follow: Callable[[Value, Value, Storage], None],
         idle: Callable[[], None],
     ) -> None:
         self.changing = changing
-        self.keep = keep
         self.follow = follow
         self.idle = idle
         self.resting = False  # the last graph has gone
@@ -185,6 +182,9 @@ class Record:
             try:
                 written = self._written(reads, values)
                 op = Op(func, written, self._written(kwargs, values) if kwargs else kwargs, tuple(values.values()))
+                for value in op.reads:
+                    if value.op is None and not value.apart:
+                        value.readers.append(weakref.ref(op))
             except _OpaqueError:
                 op = None
         if kind.random:
@@ -229,7 +229,7 @@ class Record:
         op.seconds = _now() - begun
         if not torch.equal(before, generator.get_state()):
             drawn = sum(t.untyped_storage().nbytes() for t in [*tensors_in(out), *changed(kind, args, kwargs)] if _plain(t))
-            if not kind.generator or drawn <= SMALL:
+            if drawn <= SMALL or not (kind.generator or (device is not None and device.type == "cuda")):
                 return out, None
             op.generator = before
         if "generator" in op.kwargs:
@@ -250,9 +250,9 @@ class Record:
                 storage = tensor.untyped_storage()
                 found[storage._cdata] = storage
         for key in found:
-            leaf = self._leaves.get(key)
-            if leaf is not None:
-                self.changing(leaf)
+            value = self._leaves.get(key) or self._made.get(key)
+            if value is not None and value.op is None and (value.apart or value.needed):
+                self.changing(value)
         return list(found.values())
 
     def _can_be_had(self, storage: Storage) -> bool:
@@ -301,27 +301,27 @@ class Record:
         value = values.get(key)
         if value is None:
             value = self._made.get(key)
-            if value is None or value.op is None:
-                value = self._leaf(tensor, storage, value)
+            if value is None:
+                value = self._leaf(tensor, storage)
+            elif value.op is None and not (value.slots or value.kept or value.outside):
+                # it cannot be made again, and to keep it would take more than the graph does without a budget
+                raise _OpaqueError
             values[key] = value
         return Ref(value, geometry(tensor))
 
-    def _leaf(self, tensor: torch.Tensor, storage: Storage, made: Value | None) -> Value:
-        """A value that cannot be made again, and that an op reads: it is kept for as long as the op is."""
+    def _leaf(self, tensor: torch.Tensor, storage: Storage) -> Value:
+        """A parameter or an input: it is kept for as long as an op that read it is."""
         key = storage._cdata
-        if made is not None:
-            del self._made[key]
-            self._leaves[key] = made
-            self.keep(made, storage)
-            return made
         value = self._leaves.get(key)
         if value is None or not value.current:
             base = tensor if tensor._base is None else tensor._base
+            if tensor.requires_grad and not base.is_leaf:
+                raise _OpaqueError  # the graph's, and made where nobody looked
             value = Value(None, 0, storage.nbytes(), weakref.ref(storage))
-            value.apart = base.is_leaf or not tensor.requires_grad
-            self._leaves[key] = value
+            value.apart = True
             value.watch(base)
-            self.keep(value, storage)
+            value.kept = Kept(storage, None)
+            self._leaves[key] = value
         return value
 
     def _results(self, op: Op | None, out: Any, read: dict[int, Value] | None, args: Any, kwargs: Any) -> None:

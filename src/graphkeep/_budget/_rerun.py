@@ -15,7 +15,7 @@ from torch import _C
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from graphkeep._budget._record import changed, kind_of, tensors_in
+from graphkeep._budget._record import Kind, changed, default_generator, kind_of, tensors_in
 from graphkeep._budget._values import Op, Ref, Scratch, Storage, Value, refs
 
 Find = Callable[[Value], Storage]
@@ -71,11 +71,22 @@ class Rerun:
             return tree
 
         args, kwargs = built(op.args), built(op.kwargs) if op.kwargs else {}
-        if op.generator is not None:
-            device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
-            kwargs["generator"] = torch.Generator(device).set_state(op.generator)
-        out = op.func(*args, **kwargs)
+        out = op.func(*args, **kwargs) if op.generator is None else self._random(op, kind, args, kwargs)
         self.storages = {place: tensor.untyped_storage() for place, tensor in enumerate(tensors_in(out))}
         self.storages |= {-1 - n: tensor.untyped_storage() for n, tensor in enumerate(changed(kind, args, kwargs))}
         count: Any = flop_registry.get(op.func._overloadpacket)
         self.flops = 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+    def _random(self, op: Op, kind: Kind, args: Any, kwargs: Any) -> Any:
+        assert op.generator is not None
+        device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
+        if kind.generator:
+            return op.func(*args, **kwargs, generator=torch.Generator(device).set_state(op.generator))
+        generator = default_generator(device)
+        assert generator is not None
+        now = generator.get_state()
+        generator.set_state(op.generator)
+        try:
+            return op.func(*args, **kwargs)
+        finally:
+            generator.set_state(now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphkeep._budget._plan import Plan, plan, smallest
-from graphkeep._budget._trace import Trace, TracedOp
+from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Value
 
 _PLANS = 16  # streams that are known at a time
@@ -21,6 +21,7 @@ class Steps:
 
     Attributes:
         plan: the one that is being followed.
+        too_small: the smallest limit in bytes, if the share of the first step is less.
         last: the trace of the last step that has ended.
         count: steps that have ended.
         followed: those of them that went by a plan to their end.
@@ -36,6 +37,7 @@ class Steps:
         self._used: dict[int, int] = {}  # how often each was followed, by id
         self._seen: dict[int, None] = {}  # streams, by hash, the latest last
         self._saves: list[tuple[int, int]] = []
+        self.too_small = 0
         self._in_vain = 0
 
     def drops(self, value: Value) -> bool:
@@ -61,6 +63,8 @@ class Steps:
         self.last = trace
         if self.limit is None and self.share is not None:
             self.limit = max(int(self.share * peak), 1)
+            least = smallest(trace)
+            self.too_small = least if least > self.limit else 0
         if self.limit is None:
             return
         if followed is not None and len(followed.saves) == len(saves):
@@ -76,7 +80,7 @@ class Steps:
         used = self._used[id(followed)] = self._used.get(id(followed), 0) + 1
         if used in _AGAIN and len(trace.ops) == len(followed.trace.ops):
             pairs = zip(trace.ops, followed.trace.ops, strict=True)
-            trace.ops = [TracedOp(min(new.seconds, old.seconds), new.reads, new.makes) for new, old in pairs]
+            trace.ops = [new._replace(seconds=min(new.seconds, old.seconds)) for new, old in pairs]
             assert self.limit is not None
             self._learn(plan(trace, self.limit), used)
             self._in_vain = 0
@@ -96,6 +100,13 @@ class Steps:
         counts = {id(old): self._used.get(id(old), 0) for old in self.plans}
         self._used = counts | {id(new): used}
 
+    def plan_of(self, trace: Trace) -> Plan | None:
+        """The plan for a trace's stream."""
+        saves = trace.saves
+        return next((plan for plan in self.plans if plan.saves == saves), None)
+
     def smallest(self, trace: Trace) -> int:
-        """The smallest limit for what a trace holds, in bytes."""
-        return smallest(trace)
+        """The smallest limit in bytes for a step that has come so far; for the whole step, if it is like the last so far."""
+        last = self.last.saves if self.last is not None else []
+        whole = [trace, *([self.last] if self.last is not None and last[: len(self._saves)] == self._saves else [])]
+        return max(smallest(one) for one in whole)

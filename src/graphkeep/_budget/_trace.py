@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from graphkeep._budget._values import Op, Value
 
@@ -18,11 +18,12 @@ _DEEPEST = 128  # ops that are looked at to tell what having a value again costs
 
 
 class TracedOp(NamedTuple):
-    """An op of a trace: its seconds, the values that it read, and those that it made."""
+    """An op of a trace: its seconds, the values that it read, those that it made, and what ran."""
 
     seconds: float
     reads: tuple[int, ...]
     makes: list[int]
+    func: Any = None
 
 
 @dataclass(slots=True)
@@ -32,13 +33,13 @@ class Made:
     Attributes:
         nbytes: of its storage.
         op: what made it; -1: it cannot be made again.
-        pinned: whether it must not be dropped.
+        pinned: why it must not be dropped; empty if it may be.
         nodes: the numbers of the nodes that saved it.
     """
 
     nbytes: int
     op: int
-    pinned: bool
+    pinned: str
     nodes: list[int] = field(default_factory=list)
 
     @property
@@ -64,18 +65,23 @@ class Trace:
         self.events: list[tuple[str, int]] = []
         self.nodes: list[int] = []
         self.closed = False
+        self.first_readers: dict[int, int] = {}  # of values that cannot be made again, the first op that read each
 
     def add_op(self, op: Op) -> int:
         if self.closed:
             return -1
-        self.ops.append(TracedOp(op.seconds, tuple([self.number_of(value) for value in op.reads]), []))
+        reads = tuple([self.number_of(value) for value in op.reads])
+        for v in reads:
+            if self.values[v].op < 0:
+                self.first_readers.setdefault(v, len(self.ops))
+        self.ops.append(TracedOp(op.seconds, reads, [], op.func))
         self.closed = len(self.ops) > _LONGEST
         return len(self.ops) - 1
 
     def add(self, value: Value, op: int) -> int:
         value.trace, value.number = self, len(self.values)
         if not self.closed:
-            self.values.append(Made(value.nbytes, op, bool(value.pinned)))
+            self.values.append(Made(value.nbytes, op, value.pinned))
             if op >= 0:
                 self.ops[op].makes.append(value.number)
         return value.number
@@ -91,8 +97,9 @@ class Trace:
         number = self.number_of(value)
         self.events.append((what, number))
         self.nodes.append(node)
+        if what in ("save", "keep"):
+            self.values[number].pinned = value.pinned
         if what == "save":
-            self.values[number].pinned = bool(value.pinned)
             self.values[number].nodes.append(node)
 
     def also(self, value: Value, node: int) -> None:
@@ -111,7 +118,7 @@ class Trace:
         if not waiting:
             return self
         whole = Trace()
-        whole.ops, whole.values = self.ops, self.values
+        whole.ops, whole.values, whole.first_readers = self.ops, self.values, self.first_readers
         whole.events, whole.nodes = list(self.events), list(self.nodes)
         asked: dict[int, list[int]] = {}
         for v in sorted(waiting):
@@ -140,9 +147,10 @@ class Trace:
             evict: drop more where the limit asks for it; otherwise the limit only tells what is kept of what was run again.
         """
         run = _Run(self, dropped, limit, evict)
-        for (kind, v), node in zip(self.events, self.nodes, strict=True):
+        for at, ((kind, v), node) in enumerate(zip(self.events, self.nodes, strict=True)):
+            run.at = at
             getattr(run, kind)(v, node)
-        return Simulated(run.most, run.seconds, run.full)
+        return Simulated(run.most, run.seconds, run.full, run.later)
 
     def again(self, value: int, there: Set[int]) -> float:
         """Seconds to have a value again, with what is not there either."""
@@ -161,11 +169,19 @@ class Trace:
 
 
 class Simulated(NamedTuple):
-    """The most bytes held, the seconds run again, and what was held at the fullest moment."""
+    """What a simulation has found.
+
+    Attributes:
+        most: bytes that were held at most.
+        seconds: that were run again.
+        full: what was held at the fullest moment.
+        later: what was dropped later than at once: at which event, before which op of those that run again for it.
+    """
 
     most: int
     seconds: float
     full: frozenset[int]
+    later: dict[tuple[int, int], list[int]]
 
 
 class _Run:
@@ -177,9 +193,12 @@ class _Run:
         self.dropped = dropped
         self.limit = limit
         self.held: set[int] = set()
+        self.orphans: set[int] = set()
         self.waiting: set[int] = set()
         self.in_use: set[int] = set()
         self.node = -1
+        self.at = 0
+        self.later: dict[tuple[int, int], list[int]] = {}
         self.live = self.most = 0
         self.seconds = 0.0
         self.full: frozenset[int] = frozenset()
@@ -197,10 +216,11 @@ class _Run:
         self.node = node
         self.waiting.add(v)
         made = self.trace.values[v]
-        pinned = made.op < 0 or made.pinned
+        pinned = made.op < 0 or bool(made.pinned)
+        self.orphans.discard(v)
         if v in self.held or (not pinned and v in self.dropped):
             return
-        if self.room(made.nbytes, ()) or pinned:
+        if self.room(made.nbytes, (), 0) or pinned:
             self.hold(v)
 
     keep = save
@@ -209,10 +229,37 @@ class _Run:
         self.waiting.discard(v)
         self.in_use.discard(v)
         if v in self.held:
-            self.held.discard(v)
-            self.live -= self.trace.values[v].nbytes
+            if self.trace.values[v].op < 0 and self.needed(v):
+                self.orphans.add(v)
+            else:
+                self.let_go(v)
+        if self.orphans:
+            for orphan in [orphan for orphan in self.orphans if not self.needed(orphan)]:
+                self.orphans.discard(orphan)
+                self.let_go(orphan)
 
     free = die
+
+    def let_go(self, v: int) -> None:
+        self.held.discard(v)
+        self.live -= self.trace.values[v].nbytes
+
+    def needed(self, v: int) -> bool:
+        ops, values = self.trace.ops, self.trace.values
+        first = self.trace.first_readers.get(v)
+        if first is None:
+            return False
+        todo = [values[w].op for w in self.waiting if values[w].op >= first]
+        seen = set(todo)
+        while todo:
+            for read in ops[todo.pop()].reads:
+                if read == v:
+                    return True
+                op = values[read].op
+                if op >= first and op not in seen:
+                    seen.add(op)
+                    todo.append(op)
+        return False
 
     def use(self, v: int, node: int) -> None:
         if node != self.node:
@@ -242,10 +289,10 @@ class _Run:
                     todo.append(values[read].op)
         readers[wanted] = 1
         own: set[int] = set()
-        for number in sorted(closure):
-            seconds, reads, makes = ops[number]
+        for k, number in enumerate(sorted(closure)):
+            seconds, reads, makes, _ = ops[number]
             need = sum([values[m].nbytes for m in makes])
-            if not strict and not self.room(need, readers):
+            if not strict and not self.room(need, readers, k):
                 self.live -= sum(values[m].nbytes for m in own)
                 return False
             self.peak(self.live + need)
@@ -269,14 +316,16 @@ class _Run:
                         self.live -= values[read].nbytes
         return True
 
-    def room(self, need: int, spare: Collection[int]) -> bool:
+    def room(self, need: int, spare: Collection[int], k: int) -> bool:
         over = self.live + need - self.limit
         if over <= 0 or not self.evict:
             return True
         values, in_use = self.trace.values, self.in_use
         may = [v for v in self.held if values[v].op >= 0 and not values[v].pinned and v not in spare and v not in in_use]
         may.sort(key=self.score)
+        gone = self.later.setdefault((self.at, k), [])
         for v in may:
+            gone.append(v)
             self.held.discard(v)
             self.live -= values[v].nbytes
             over -= values[v].nbytes

@@ -82,7 +82,7 @@ class Op:
         nbytes: of all its results.
     """
 
-    __slots__ = ("args", "func", "generator", "kwargs", "made", "nbytes", "number", "reads", "seconds", "traced")
+    __slots__ = ("__weakref__", "args", "func", "generator", "kwargs", "made", "nbytes", "number", "reads", "seconds", "traced")
 
     def __init__(self, func: Any, args: Any, kwargs: Any, reads: tuple[Value, ...]) -> None:
         self.number = next(_numbers)
@@ -129,11 +129,13 @@ class Value:
         alive: the storage, weakly: somebody else may hold it.
         witness: a tensor on it, weakly, and its version then: whether what is alive still has this content.
         held: the storage, if the graph holds it.
-        kept: the storage of a value without an op that some op has read.
+        kept: the storage of a value without an op, if the record holds it because ops have read it.
+        readers: of a value without an op: the ops that have read it, weakly.
         apart: whether it was there before the graph: a parameter, an input.
         current: whether no later op has changed that storage.
         pinned: why it must not be dropped; empty if it may be.
         slots: the entries that stand on it, by number.
+        outside: whether a custom function holds it.
         last: the highest number of a node that has saved it.
     """
 
@@ -148,8 +150,10 @@ class Value:
         "nbytes",
         "number",
         "op",
+        "outside",
         "pinned",
         "place",
+        "readers",
         "slots",
         "spilled",
         "trace",
@@ -170,7 +174,9 @@ class Value:
         self.apart = False
         self.pinned = "" if op is not None else OPAQUE
         self.slots: dict[int, weakref.ref[Any]] = {}
+        self.outside = False
         self.last = 0
+        self.readers: list[weakref.ref[Op]] = []
         self.spilled: Any = None
         self.trace: Any = None
         self.number = -1
@@ -179,6 +185,11 @@ class Value:
         """Remember a tensor on it."""
         if not tensor.is_inference():
             self.witness, self.version = weakref.ref(tensor), tensor._version
+
+    @property
+    def needed(self) -> bool:
+        """Whether an op that may run again has read it."""
+        return any(op() is not None for op in self.readers)
 
     def now(self) -> Storage | None:
         """The storage, if it is there with this content."""

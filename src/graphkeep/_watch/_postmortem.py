@@ -147,7 +147,7 @@ def _all_freed(nodes: set[Node], freed: set[Node], now: Backward | None, places:
 
 
 def _holds(node: Node) -> bool:
-    return any(slot.state in (_saved.State.HELD, _saved.State.PACKED) for slot in _saved.slots(node))
+    return any(slot.state not in (_saved.State.EMPTY, _saved.State.FREED) for slot in _saved.slots(node))
 
 
 def _headline(holder: Holder | None, whole: bool, watched: bool) -> str:
