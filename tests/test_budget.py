@@ -138,7 +138,7 @@ def test_all_that_torch_allocates_falls_with_the_limit(held: int) -> None:
 def network(kind: str) -> Callable[[], object]:
     torch.manual_seed(0)
     if kind == "perceptron":
-        net: nn.Module = nn.Sequential(*[layer for _ in range(8) for layer in (linear(), nn.Tanh())])
+        net: nn.Module = nn.Sequential(*[layer for _ in range(14) for layer in (linear(), nn.Tanh())])
     elif kind == "transformer":
         layers = [nn.TransformerEncoderLayer(N, 4, N, dropout=0.0, batch_first=True) for _ in range(4)]
         net = nn.Sequential(nn.Unflatten(0, (1, N)), *layers)
@@ -200,23 +200,23 @@ def test_storages_that_only_the_graph_holds_are_within_the_limit_at_every_moment
 
 
 def test_a_fraction_is_one_of_what_the_first_step_needed() -> None:
+    with gk.budget(WIDE) as wide:
+        loss_of(deep(weight(), 6)).backward()
     with gk.budget(0.5) as b:
         assert b.limit is None
         assert b.smallest is None
         loss = loss_of(deep(weight(), 6))
         assert b.limit is None
-        first = b.peak
         loss.backward()
         del loss
-        assert first <= b.peak
-        assert b.limit == int(b.peak * 0.5)
-        assert b.recomputed_ops == 0
-        first = b.peak
+        loss_of(deep(weight(), 6)).backward()
+        assert b.limit == wide.peak // 2
+        assert b.recomputed_ops > 0
         for _ in range(3):
             loss_of(deep(weight(), 6)).backward()
             assert b.live == 0
-    assert b.recomputed_ops > 0
-    assert b.peak == first  # that of the first step, and no later one
+            assert b.peak <= b.limit
+        assert b.smallest == wide.smallest
 
 
 def test_all_of_the_first_step_is_a_fraction() -> None:
@@ -225,6 +225,14 @@ def test_all_of_the_first_step_is_a_fraction() -> None:
             loss_of(deep(weight(), 6)).backward()
     assert b.limit == b.peak
     assert b.recomputed_ops == 0
+
+
+def test_a_share_that_cannot_hold_the_first_step_is_an_error_in_the_second() -> None:
+    with pytest.raises(gk.BudgetError) as caught:
+        with gk.budget(0.01) as b:
+            loss_of(deep(weight(), 6)).backward()
+            loss_of(deep(weight(), 6)).backward()
+    assert caught.value.smallest > b.limit > 0
 
 
 @pytest.mark.parametrize(
@@ -290,11 +298,17 @@ def test_the_report_names_what_is_held_what_was_dropped_and_what_cannot_be() -> 
         for _ in range(2):
             loss_of(net(x) * torch.rand(N, N, generator=generator).exp()).backward()
         loss = loss_of(net(x) * torch.rand(N, N, generator=generator).exp())
-        text = b.report()
+        report = b.report()
         loss.backward()
-    assert str(b.report())
-    for word in ("KiB", "tanh"):
-        assert word in text
+    text = str(report)
+    assert (report.limit, report.smallest) == (b.limit, b.smallest)
+    assert report.recomputed_ops > 0
+    assert sum(share.nbytes for share in report.held) <= b.limit
+    assert sum(share.nbytes for share in report.dropped) >= 2 * BYTES
+    assert report.dropped == tuple(sorted(report.dropped, key=lambda share: -share.nbytes))
+    assert {"tanh"} <= {word for share in (*report.held, *report.dropped) for word in share.what.split()}
+    for share in (*report.held, *report.dropped, *report.stays):
+        assert share.what in text
 
 
 def test_the_smallest_limit_is_one_that_works_and_one_byte_less_is_not() -> None:
@@ -325,11 +339,14 @@ def test_an_error_states_the_smallest_limit_and_leaves_nothing(no_collector: Non
         with gk.budget(0.01) as b:
             loss_of(deep(weight(), 6)).backward()
             with pytest.raises(gk.BudgetError) as caught:
-                h = deep(weight(), 6)
-                kept.append(weakref.ref(h.untyped_storage()))
+                h = None
+                for _ in range(6):
+                    h = deep(weight() if h is None else h, 1)
+                    kept.append(weakref.ref(h.untyped_storage()))
                 loss_of(h).backward()
         del h, b
         error = caught.value
+        error.__traceback__ = None
         assert isinstance(error, gk.GraphkeepError)
         assert error.smallest == wide.smallest
         assert "write instead: " in str(error)
@@ -370,8 +387,7 @@ def test_the_same_step_again_is_recomputed_no_more() -> None:
             counts.append(b.recomputed_ops - before)
     assert counts[0] == 0
     assert counts[1] > 0
-    assert len(set(counts[2:])) == 1
-    assert counts[2] <= counts[1]
+    assert max(counts[2:]) <= counts[1]
 
 
 # contexts ------------------------------------------------------------------------------------------------------------------
@@ -545,7 +561,7 @@ def test_with_the_rest_of_graphkeep(program: Callable[[], object]) -> None:
     assert compared(plain, wide) == []
     fit = fitted(program, budget.smallest or 1)
     assert faults(plain, fit) == []
-    assert fit.recomputed > 0
+    assert (fit.recomputed > 0) == (program is not _infer)  # which has no graph alive but that of one chunk
 
 
 def test_inside_a_watch() -> None:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from budget_kinds import BYTES, deep, loss_of, weight
@@ -75,19 +74,13 @@ def test_a_limit_of_a_wrong_type(limit: Any) -> None:
     assert type(limit).__name__ in caught.value.what
 
 
-@pytest.mark.parametrize("limit", [np.int64(2**30), np.float32(0.5)], ids=["an integer of numpy", "a float of numpy"])
-def test_numbers_of_numpys_are_numbers(limit: Any) -> None:
-    b = gk.budget(limit)
-    assert b.limit == (2**30 if limit > 1 else None)
-
-
 @pytest.mark.parametrize("limit", [1, "1", "1B", 2**62, "4096TiB", 1.0, 5e-324], ids=str)
 def test_the_ends_of_what_is_allowed(limit: Any) -> None:
     with gk.budget(limit):
         pass
 
 
-@pytest.mark.parametrize("options", [{"spill": "disk"}, {"spill": ""}, {"on_exit": "keep"}, {"on_exit": "Recompute"}], ids=str)
+@pytest.mark.parametrize("options", [{"on_exit": "keep"}, {"on_exit": "Recompute"}], ids=str)
 def test_an_option_of_a_wrong_value(options: dict[str, Any]) -> None:
     with pytest.raises(gk.ArgumentError) as caught:
         gk.budget("1GiB", **options)
@@ -96,7 +89,7 @@ def test_an_option_of_a_wrong_value(options: dict[str, Any]) -> None:
     assert repr(next(iter(options.values()))) in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [{"spill": None}, {"spill": True}, {"on_exit": None}, {"on_exit": 1}], ids=str)
+@pytest.mark.parametrize("options", [{"on_exit": None}, {"on_exit": 1}], ids=str)
 def test_an_option_of_a_wrong_type(options: dict[str, Any]) -> None:
     with pytest.raises((gk.ArgumentError, gk.ArgumentTypeError)) as caught:
         gk.budget("1GiB", **options)
