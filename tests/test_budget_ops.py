@@ -107,13 +107,13 @@ def test_an_operator_of_torchs_database_has_its_gradients_when_all_is_dropped(pa
             with everything_dropped() as holdings:
                 dropped = gradients(op, sample)
             checked += 1
-            replayed += holdings.recomputed_ops
+            replayed += holdings.again.ops
             if list(map(bits, plain)) != list(map(bits, dropped)):
                 plain = gradients(op, sample, Empty)
                 if list(map(bits, plain)) != list(map(bits, dropped)) and not (op.name in BY_ADDRESS and close(plain, dropped)):
                     wrong.append(name)
-            if holdings.values or holdings.live:
-                wrong.append(f"{name}: {holdings.live} B left")
+            if holdings.store.values or holdings.store.live:
+                wrong.append(f"{name}: {holdings.store.live} B left")
     assert wrong == []
     assert checked > 80
     assert replayed > 50

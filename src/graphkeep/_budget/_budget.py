@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from types import TracebackType
 from typing import Literal
 
+import torch
 from typing_extensions import Self
 
 from graphkeep._budget._holdings import Holdings
 from graphkeep._budget._plan import smallest
 from graphkeep._budget._report import BudgetReport, Share, shares
+from graphkeep._budget._steps import Steps
 from graphkeep._errors import ArgumentError, ArgumentTypeError, BudgetError, caller
 from graphkeep._ledger import LEDGER
 from graphkeep._units import format_bytes, parse_bytes
@@ -30,6 +31,12 @@ class budget:
             first step needs, which then runs without a limit. A step ends when no graph is left alive. Counted are the unique
             storages that the graph holds, in forward and backward, with what is there for running again; parameters, and
             what was there before the step's first op with a history (its inputs), are not.
+        device_memory: a limit, written in the same way, for all that ops allocate on the device inside (the current GPU, or the
+            CPU where there is none): activations, gradients and what is in between, beside the graph. Room is made before an
+            op runs; what a kernel needs inside, and results whose size depends on values, are not known before.
+        spill: what happens to what is dropped: ``"recompute"``: the ops that made it run again; ``"host"``: it is copied to
+            pinned memory of the host, on a stream of its own (without a GPU: to a file), and back, also what cannot be run
+            again; ``"both"``: whichever is estimated to take less time.
         on_exit: what becomes of graphs that are alive on leaving: ``"recompute"``: what was dropped is run again when a
             backward asks for it, without a limit; ``"bring"``: it is brought back at once.
 
@@ -59,32 +66,58 @@ class budget:
     (Checkmate, https://arxiv.org/abs/1910.02653), `torch.utils.checkpoint`.
     """
 
-    def __init__(self, limit: int | float | str, *, on_exit: Literal["recompute", "bring"] = "recompute") -> None:
-        if isinstance(limit, bool) or not isinstance(limit, (int, float, str)):
+    def __init__(
+        self,
+        limit: int | float | str | None = None,
+        *,
+        device_memory: int | float | str | None = None,
+        spill: Literal["recompute", "host", "both"] = "recompute",
+        on_exit: Literal["recompute", "bring"] = "recompute",
+    ) -> None:
+        if (limit is None) == (device_memory is None):
+            raise ArgumentError(
+                "one limit is needed, for the graph or for all that is allocated",
+                where=caller(),
+                instead='gk.budget("2GiB") or gk.budget(device_memory="16GiB")',
+            )
+        name, given = ("limit", limit) if limit is not None else ("device_memory", device_memory)
+        if isinstance(given, bool) or not isinstance(given, (int, float, str)):
             raise ArgumentTypeError(
-                f"limit={limit!r} is {type(limit).__name__}",
+                f"{name}={given!r} is {type(given).__name__}",
                 where=caller(),
                 instead='bytes, gk.budget("2GiB"), or a share of what the first step needs, gk.budget(0.5)',
             )
+        if spill not in ("recompute", "host", "both"):
+            raise ArgumentError(f"spill={spill!r}", where=caller(), instead='spill="recompute", "host" or "both"')
         if on_exit not in ("recompute", "bring"):
             raise ArgumentError(f"on_exit={on_exit!r}", where=caller(), instead='on_exit="recompute" or on_exit="bring"')
         self._share: float | None = None
         self._limit: int | None = None
-        if isinstance(limit, float):
-            if not 0 < limit <= 1 or math.isnan(limit):
+        if isinstance(given, float):
+            if not 0 < given <= 1:
                 raise ArgumentError(
-                    f"limit={limit!r}: a float is a share of what the first step needs, above 0 and at most 1",
+                    f"{name}={given!r}: a float is a share of what the first step needs, above 0 and at most 1",
                     where=caller(),
                     instead="gk.budget(0.5), or bytes as an int",
                 )
-            self._share = limit
+            self._share = given
         else:
-            self._limit = parse_bytes(limit, "limit")
+            self._limit = parse_bytes(given, name)
             if self._limit < 1:
-                raise ArgumentError(f"limit={limit!r}: no graph fits in that", where=caller(), instead='gk.budget("2GiB")')
+                raise ArgumentError(f"{name}={given!r}: no graph fits in that", where=caller(), instead='gk.budget("2GiB")')
+        self._device: torch.device | None = None
+        if device_memory is not None:
+            self._device = (
+                torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            )
         self._on_exit = on_exit
         self._active = False
-        self._holdings = Holdings(self._limit, self._share)
+        self._spill = spill
+        self._holdings = self._new(Steps(self._limit, self._share, plans=spill == "recompute" and self._device is None))
+
+    def _new(self, steps: Steps) -> Holdings:
+        """What a `with` begins with: it knows the streams of those before."""
+        return Holdings(steps, spill=self._spill, device=self._device)
 
     def __enter__(self) -> Self:
         if not _one.acquire(blocking=False):
@@ -94,7 +127,7 @@ class budget:
                 instead="one gk.budget around both",
             )
         self._active = True
-        self._holdings = Holdings(self._holdings.limit, None if self._holdings.limit else self._share)
+        self._holdings = self._new(self._holdings.steps)
         try:
             LEDGER.join(self._holdings)
             self._holdings.enter()
@@ -119,15 +152,15 @@ class budget:
 
     @property
     def limit(self) -> int | None:
-        return self._holdings.limit if self._active else (self._holdings.limit or self._limit)
+        return self._holdings.steps.limit if self._active else (self._holdings.steps.limit or self._limit)
 
     @property
     def live(self) -> int:
-        return self._holdings.live
+        return self._holdings.store.live
 
     @property
     def peak(self) -> int:
-        return self._holdings.peak
+        return self._holdings.store.peak
 
     @property
     def steps(self) -> int:
@@ -141,15 +174,15 @@ class budget:
 
     @property
     def recomputed_ops(self) -> int:
-        return self._holdings.recomputed_ops
+        return self._holdings.again.ops
 
     @property
     def recomputed_flops(self) -> int:
-        return self._holdings.recomputed_flops
+        return self._holdings.again.flops
 
     @property
     def recomputed_seconds(self) -> float:
-        return self._holdings.recomputed_seconds
+        return self._holdings.again.seconds
 
     def report(self) -> BudgetReport:
         """Where the bytes are: what the last step held when it was fullest, what it dropped, what can never be dropped."""
@@ -159,19 +192,19 @@ class budget:
         saved: set[int] = set()
         if trace is not None:
             planned = h.steps.plan_of(trace)
-            limit = h.limit or 1 << 62
+            limit = h.steps.limit or 1 << 62
             held = trace.simulate(planned.dropped if planned is not None else (), limit).full
             saved = {v for what, v in trace.events if what == "save"}
         none: tuple[Share, ...] = ()
         return BudgetReport(
             self.limit,
-            h.peak,
+            h.store.peak,
             self.smallest,
             h.steps.count,
             h.steps.followed,
-            h.recomputed_ops,
-            h.recomputed_flops,
-            h.recomputed_seconds,
+            h.again.ops,
+            h.again.flops,
+            h.again.seconds,
             none if trace is None else shares(trace, held, held),
             none if trace is None else shares(trace, saved - held, held),
             none if trace is None else shares(trace, [v for v in held if trace.values[v].pinned], held, why=True),

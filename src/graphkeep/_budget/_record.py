@@ -12,13 +12,16 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Alive, Kept, Op, Ref, Scratch, Storage, Value, geometry
+
+if TYPE_CHECKING:
+    from graphkeep._budget._meter import Meter
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _REPEATABLE = ("aten", "prims", "prim")  # a kernel of somebody else's, or a collective, is not run again
@@ -106,16 +109,32 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 class Mode(TorchDispatchMode):
-    """Shows a record the ops of one thread."""
+    """Shows a record the ops of one thread.
 
-    def __init__(self, record: Record) -> None:
+    Arguments:
+        meter, room: where all that is allocated counts: what does, and what makes room for so many bytes.
+    """
+
+    def __init__(self, record: Record, meter: Meter | None = None, room: Callable[[int], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
         self.off = 0  # above 0, ops are run and not written down
+        self.meter = meter
+        self.room = room
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = kind_of(func)
-        if kind.view or self.off:
+        if kind.view:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if self.meter is not None and self.room is not None:
+            self.room(self.meter.need(func, kind, args, kwargs or {}))
+            out = self._run(func, kind, args, kwargs)
+            self.meter.saw(out)
+            return out
+        return self._run(func, kind, args, kwargs)
+
+    def _run(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
+        if self.off:
             return func(*args, **kwargs) if kwargs else func(*args)
         return self.record.run(func, kind, args, kwargs or {})
 

@@ -94,6 +94,6 @@ def shares(trace: Trace, numbers: Iterable[int], there: frozenset[int], why: boo
         if why:
             what = f"{what}: {made.pinned}" if made.op >= 0 else made.pinned
         tensors, nbytes, seconds = found.get(what, (0, 0, 0.0))
-        again = 0.0 if made.op < 0 else trace.again(v, there)
+        again = 0.0 if made.op < 0 or why else trace.again(v, there)
         found[what] = tensors + 1, nbytes + made.nbytes, seconds + again
     return tuple(sorted((Share(what, *sums) for what, sums in found.items()), key=lambda share: -share.nbytes))

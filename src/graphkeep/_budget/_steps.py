@@ -18,6 +18,7 @@ class Steps:
     Arguments:
         limit: bytes; None for none yet.
         share: of what the first step needed, to become the limit.
+        plans: whether to make any.
 
     Attributes:
         plan: the one that is being followed.
@@ -27,9 +28,10 @@ class Steps:
         followed: those of them that went by a plan to their end.
     """
 
-    def __init__(self, limit: int | None, share: float | None) -> None:
+    def __init__(self, limit: int | None, share: float | None, plans: bool = True) -> None:
         self.limit = limit
         self.share = share
+        self.planning = plans
         self.plan: Plan | None = None
         self.last: Trace | None = None
         self.count = self.followed = 0
@@ -64,8 +66,8 @@ class Steps:
         if self.limit is None and self.share is not None:
             self.limit = max(int(self.share * peak), 1)
             least = smallest(trace)
-            self.too_small = least if least > self.limit else 0
-        if self.limit is None:
+            self.too_small = least if least > self.limit and self.planning else 0
+        if self.limit is None or not self.planning:
             return
         if followed is not None and len(followed.saves) == len(saves):
             self._follow(followed, trace)

@@ -193,10 +193,10 @@ class Value:
 
     def now(self) -> Storage | None:
         """The storage, if it is there with this content."""
-        if self.held is not None:
-            return self.held
         if self.kept is not None:
             return self.kept.storage
+        if self.held is not None and (self.current or self.held is not self.alive()):
+            return self.held
         if self.current:
             witness = self.witness()
             if witness is not None and witness._version == self.version:
