@@ -390,6 +390,18 @@ def test_the_same_step_again_is_recomputed_no_more() -> None:
     assert max(counts[2:]) <= counts[1]
 
 
+@pytest.mark.parametrize("ends", ["normally", "with an error"])
+def test_no_cycle_goes_through_the_context(ends: str, no_collector: None) -> None:
+    with pytest.raises(ZeroDivisionError) if ends == "with an error" else nullcontext():
+        with gk.budget(5 * BYTES) as b:
+            loss_of(deep(weight(), 4)).backward()
+            if ends == "with an error":
+                1 // 0  # noqa: B018
+    inside = weakref.ref(b._holdings)
+    del b
+    assert inside() is None
+
+
 # contexts ------------------------------------------------------------------------------------------------------------------
 
 

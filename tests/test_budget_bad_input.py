@@ -37,7 +37,6 @@ VALUES: dict[str, Any] = {
     "less than a byte": "0.1B",
 }
 TYPES: dict[str, Any] = {
-    "none": None,
     "true": True,
     "false": False,
     "a tensor": torch.ones(()),
@@ -74,6 +73,13 @@ def test_a_limit_of_a_wrong_type(limit: Any) -> None:
     assert type(limit).__name__ in caught.value.what
 
 
+@pytest.mark.parametrize("limits", [(), (None,)], ids=["nothing", "none"])
+def test_no_limit(limits: Any) -> None:
+    with pytest.raises(gk.ArgumentError) as caught:
+        gk.budget(*limits)
+    check(caught.value)
+
+
 @pytest.mark.parametrize("limit", [1, "1", "1B", 2**62, "4096TiB", 1.0, 5e-324], ids=str)
 def test_the_ends_of_what_is_allowed(limit: Any) -> None:
     with gk.budget(limit):
@@ -97,11 +103,9 @@ def test_an_option_of_a_wrong_type(options: dict[str, Any]) -> None:
     assert "recompute" in str(caught.value)
 
 
-def test_options_are_given_by_name_and_a_limit_is_needed() -> None:
+def test_options_are_given_by_name() -> None:
     with pytest.raises(TypeError):
         gk.budget("1GiB", "recompute")  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        gk.budget()  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         gk.budget("1GiB", keep=1)  # type: ignore[call-arg]
 
