@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -81,12 +82,19 @@ def remat(job: Job, save: bool) -> Iterator[None]:
     """
     import torch_remat
 
+    numbers = itertools.count()
+
     def run(block: Callable[..., Any], *args: Any) -> Any:
-        return torch_remat.checkpoint(region_name="block", recompute_state_hooks=(_Generator(),))(block)(*args)
+        def numbered(*args: Any) -> Any:
+            nonlocal numbers
+            numbers = itertools.count()  # a region's name is its own in a block, and the same when it runs again
+            return block(*args)
+
+        return torch_remat.checkpoint(region_name="block", recompute_state_hooks=(_Generator(),))(numbered)(*args)
 
     def kept(forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            out = torch_remat.region(forward, "heavy", recompute=False)(*args)
+            out = torch_remat.region(forward, f"heavy {next(numbers)}", recompute=False)(*args)
             torch_remat.recompute_needs_tensor(out)
             return out
 
