@@ -84,14 +84,14 @@ class Bench:
     def times(self, steps: int) -> list[float]:
         """Seconds of each of some steps."""
         found = []
+        gc.collect()
+        gc.disable()
         for i in range(steps):
             self.job.zero_grad()
-            gc.collect()
-            gc.disable()
             start = time.process_time()
             self.job.step(100 + i)
             found.append(time.process_time() - start)
-            gc.enable()
+        gc.enable()
         return found
 
     def limited(self, limit: int, on: Callable[[int], bool] = lambda _: True) -> Measured:

@@ -46,7 +46,7 @@ def of(model: str, quick: bool = False) -> Iterator[Row]:
     wanted = WANTED.get(model, {}) | {110: SLACK}
     found: dict[int, Measured] = {}
     plain = bench.times(bench.turn)[bench.turn // 2 :]
-    for percent in sorted({*LIMITS, *wanted}, reverse=True):
+    for percent in sorted({110, 60, 20} if quick else {*LIMITS, *wanted}, reverse=True):
         where = f"at {percent} %"
         limit = bench.graph * percent // 100
         try:
