@@ -30,14 +30,14 @@ class Measured:
     Attributes:
         times: seconds of each.
         live: how far the allocator's bytes rise in one.
-        unequal: gradients and buffers that are not plain's bit for bit.
+        unequal: how many gradients, and how many buffers, are not plain's bit for bit.
         peak: the most bytes of the graph; -1 where it cannot be seen.
         flops: share of the plain step's FLOPs that is run again; the same of its time.
     """
 
     times: list[float]
     live: int
-    unequal: int
+    unequal: tuple[int, int]
     peak: int = -1
     flops: float = 0.0
     seconds: float = 0.0
@@ -67,16 +67,18 @@ class Bench:
         with FlopCounterMode(display=False) as counter:
             self.job.step(CHECKED)
         self.flops = counter.get_total_flops()
-        if any(self.unequal() for _ in range(2)):
+        if any(self.unequal()):
             raise AssertionError(f"{model}: two plain steps give other gradients")
 
-    def unequal(self) -> int:
-        """Run the step that is checked; how many gradients and buffers are others than after the plain one."""
+    def unequal(self) -> tuple[int, int]:
+        """Run the step that is checked; how many gradients, and how many buffers, are others than after the plain one."""
         for buffer, before in zip(self.buffers, self.before, strict=True):
             buffer.copy_(before)
         self.job.zero_grad()
         self.job.step(CHECKED)
-        return sum(not torch.equal(a, b) for a, b in zip(self._state(), self.expected, strict=False))
+        others = [not torch.equal(a, b) for a, b in zip(self._state(), self.expected, strict=False)]
+        gradients = len(self.job.gradients())
+        return sum(others[:gradients]), sum(others[gradients:])
 
     def _state(self) -> list[torch.Tensor]:
         return [tensor.clone() for tensor in (*self.job.gradients(), *self.buffers)]
@@ -102,10 +104,10 @@ class Bench:
             on: is told the live bytes of a step; if it says no, none is timed.
         """
         with gk.budget(limit) as b:
-            unequal = self.unequal()
+            first = self.unequal()
             for i in range(WARM - 2):
                 self.job.step(i)
-            unequal += self.unequal()
+            unequal = _most(first, self.unequal())
             live = allocated_peak(lambda: self.job.step(CHECKED))
             flops, seconds = b.recomputed_flops, b.recomputed_seconds
             times = self.times(self.turn) if on(live) else []
@@ -116,7 +118,7 @@ class Bench:
     def other(self, way: Callable[[], AbstractContextManager[None]], then: Callable[[Measured], object]) -> Measured:
         """Steps in somebody else's way, half of them before `then` and half after it."""
         with way():
-            unequal = self.unequal() + self.unequal()
+            unequal = _most(self.unequal(), self.unequal())
             live = allocated_peak(lambda: self.job.step(CHECKED))
             found = Measured(self.times(self.turn // 2), live, unequal)
         then(found)
@@ -124,6 +126,10 @@ class Bench:
             self.job.step(CHECKED)
             found.times += self.times(self.turn // 2)
         return found
+
+
+def _most(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    return max(first[0], second[0]), max(first[1], second[1])
 
 
 def failed(benchmark: str, model: str, figure: str, error: BaseException) -> Row:

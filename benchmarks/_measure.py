@@ -139,10 +139,16 @@ def graph_peak(fn: Callable[[], object], apart: Iterable[torch.Tensor]) -> int:
 def allocated_peak(fn: Callable[[], object]) -> int:
     """How far the bytes that torch's allocator has given out rise while `fn` runs once.
 
-    It sees everything that ops allocate, whatever runs them: a backward, a recomputation, a compiled function.
+    It sees everything that ops allocate, whatever runs them: a backward, a recomputation, a compiled function. What only the
+    collector of cycles would free counts as alive.
     """
-    with silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        fn()
+    gc.collect()
+    gc.disable()
+    try:
+        with silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            fn()
+    finally:
+        gc.enable()
     events: Any = seen.profiler.kineto_results.events() if seen.profiler is not None else ()
     now = most = 0
     for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):

@@ -78,7 +78,7 @@ def _counts(model: str, bench: Bench, found: dict[int, Measured]) -> Iterator[Ro
     pairs = itertools.pairwise(found.items())
     rises = [percent for (_, larger), (percent, here) in pairs if here.peak > larger.peak]
     yield _count(model, "smaller limits with a higher peak", rises, len(found))
-    unequal = [percent for percent, here in found.items() if here.unequal]
+    unequal = [percent for percent, here in found.items() if any(here.unequal)]
     yield _count(model, "limits where gradients or buffers are not plain's, bit for bit", unequal, len(found))
 
 

@@ -21,7 +21,7 @@ from benchmarks._budget_nets import MODELS
 from benchmarks._budget_peers import peers
 from benchmarks._measure import Row, mib
 
-TRIES = 4
+TRIES = 3
 CLOSE = 1.005  # live bytes that are no more than the peer's
 
 
@@ -33,12 +33,13 @@ def rows(quick: bool = False) -> Iterator[Row]:
 def of(model: str, quick: bool = False) -> Iterator[Row]:
     bench = Bench(model, quick)
     plain = bench.times(bench.turn)[bench.turn // 2 :]
+    known: dict[int, int] = {}
     for name, way in peers(model, quick).items():
         ours: list[Measured | Exception] = []
 
         def then(peer: Measured, ours: list[Measured | Exception] = ours) -> None:
             try:
-                ours.append(_within(bench, peer.live))
+                ours.append(_within(bench, peer.live, known))
             except Exception as error:  # without its traceback, which holds a graph
                 ours.append(error.with_traceback(None))
 
@@ -49,7 +50,8 @@ def of(model: str, quick: bool = False) -> Iterator[Row]:
             continue
         before, plain = plain, bench.times(bench.turn // 2)
         row = _measure.time_row("budget_peers", model, f"{name}: time", peer.times, [*before, *plain])
-        wrong = f"; {peer.unequal} gradients or buffers are not plain's, bit for bit" if peer.unequal else ""
+        pairs = zip(peer.unequal, ("gradients", "buffers"), strict=True)
+        wrong = "".join(f"; {count} {what} are not plain's, bit for bit" for count, what in pairs if count)
         yield _measure.with_note(row, row.note + wrong)
         note = f"{mib(peer.live)} over {mib(bench.live)}"
         yield Row("budget_peers", model, f"{name}: live bytes", peer.live / bench.live, note=note)
@@ -67,25 +69,35 @@ def _beside(model: str, figure: str, bench: Bench, peer: Measured, ours: Measure
     return _measure.with_note(row, note)
 
 
-def _within(bench: Bench, live: int) -> Measured:
+def _within(bench: Bench, live: int, known: dict[int, int]) -> Measured:
     """Steps under a limit at which a step's live bytes are at most so many; without times if none was found.
 
     Live bytes fall in steps as the limit does, for they hold more than the graph: each try goes down by what is too much.
+
+    Arguments:
+        bench: whose steps.
+        live: bytes.
+        known: the live bytes of limits that were tried before.
     """
-    limit, floor = bench.graph - (bench.live - live), 0
+    most = live * CLOSE
+    near = [limit for limit, found in known.items() if 0.95 * most <= found <= most]
+    limit, floor = max(near, default=bench.graph - (bench.live - live)), bench.graph // 10
     least: Measured | None = None
     for _ in range(TRIES):
-        limit = max(limit, floor, bench.graph // 10)
+        limit = max(limit, floor)
         try:
-            ours = bench.limited(limit, lambda found: found <= live * CLOSE)
+            ours = bench.limited(limit, lambda found: found <= most)
         except gk.BudgetError as error:
-            if least is not None and limit <= floor:
-                break
+            if limit >= error.smallest:
+                raise
             limit = floor = error.smallest
             continue
+        known[limit] = ours.live
         if ours.times:
             return ours
         least = ours if least is None or ours.live < least.live else least
+        if limit == floor:
+            break
         limit -= max(ours.live - live, bench.graph // 20)
     if least is None:
         raise AssertionError(f"no limit from {mib(floor)} on could be met")
