@@ -8,8 +8,9 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,27 +21,7 @@ from benchmarks._budget_nets import MODELS, build
 from benchmarks._measure import Row, allocated_peak, graph_peak, in_child
 
 CHECKED = 1  # the number of the step whose gradients are compared
-WARM = 4  # the first step under a limit is not planned yet, the third is
-
-
-@dataclasses.dataclass
-class Measured:
-    """Steps in one way.
-
-    Attributes:
-        times: seconds of each.
-        live: how far the allocator's bytes rise in one.
-        unequal: how many gradients, and how many buffers, are not plain's bit for bit.
-        peak: the most bytes of the graph; -1 where it cannot be seen.
-        flops: share of the plain step's FLOPs that is run again; the same of its time.
-    """
-
-    times: list[float]
-    live: int
-    unequal: tuple[int, int]
-    peak: int = -1
-    flops: float = 0.0
-    seconds: float = 0.0
+Way = Callable[[], AbstractContextManager[object]]
 
 
 class Bench:
@@ -50,32 +31,36 @@ class Bench:
         graph: the most bytes that its graph saves, parameters and the batch apart.
         live: how far the allocator's bytes rise in a step.
         flops: those of a step.
-        turn: how many steps are timed in a row.
+        rounds: how often `alternate` comes back to each way.
     """
 
     def __init__(self, model: str, quick: bool = False) -> None:
         self.model = model
         self.job = build(model, quick)
-        self.turn = 2 if quick else 4
+        self.rounds = 1 if quick else 2
         self.buffers = [buffer for net in self.job.nets for buffer in net.buffers()]
         self.before = [buffer.clone() for buffer in self.buffers]
         self.expected: list[torch.Tensor] = []
         self.unequal()
         self.expected = self._state()
-        self.graph = graph_peak(lambda: self.job.step(CHECKED), self.job.apart())
-        self.live = allocated_peak(lambda: self.job.step(CHECKED))
+        self.graph = graph_peak(self.check, self.job.apart())
+        self.live = allocated_peak(self.check)
         with FlopCounterMode(display=False) as counter:
-            self.job.step(CHECKED)
+            self.check()
         self.flops = counter.get_total_flops()
         if any(self.unequal()):
             raise AssertionError(f"{model}: two plain steps give other gradients")
 
+    def check(self) -> None:
+        """Run the step that is checked."""
+        self.job.step(CHECKED)
+
     def unequal(self) -> tuple[int, int]:
-        """Run the step that is checked; how many gradients, and how many buffers, are others than after the plain one."""
+        """Run it; how many gradients, and how many buffers, are others than after the plain one, bit for bit."""
         for buffer, before in zip(self.buffers, self.before, strict=True):
             buffer.copy_(before)
         self.job.zero_grad()
-        self.job.step(CHECKED)
+        self.check()
         others = [not torch.equal(a, b) for a, b in zip(self._state(), self.expected, strict=False)]
         gradients = len(self.job.gradients())
         return sum(others[:gradients]), sum(others[gradients:])
@@ -83,58 +68,75 @@ class Bench:
     def _state(self) -> list[torch.Tensor]:
         return [tensor.clone() for tensor in (*self.job.gradients(), *self.buffers)]
 
-    def times(self, steps: int) -> list[float]:
-        """Seconds of each of some steps."""
+    def alternate(self, ways: Mapping[str, Way]) -> tuple[dict[str, list[float]], dict[str, Exception]]:
+        """Seconds of the steps of each way and of ``plain``, A B B A; and why one failed.
+
+        Each turn enters the way's context, takes a first step that is not counted, and two that are.
+        """
+        all_ways: dict[str, Way] = {"plain": nullcontext, **ways}
+        times: dict[str, list[float]] = {name: [] for name in all_ways}
+        errors: dict[str, Exception] = {}
+        for round_ in range(self.rounds):
+            for name, way in list(all_ways.items())[:: -1 if round_ % 2 else 1]:
+                if name not in errors:
+                    try:
+                        times[name] += self._turn(way, 100 * round_)
+                    except Exception as error:  # without its traceback, which holds a graph
+                        errors[name] = error.with_traceback(None)
+        return times, errors
+
+    def _turn(self, way: Way, number: int) -> list[float]:
         found = []
         gc.collect()
         gc.disable()
-        for i in range(steps):
-            self.job.zero_grad()
-            start = time.process_time()
-            self.job.step(100 + i)
-            found.append(time.process_time() - start)
-        gc.enable()
-        return found
-
-    def limited(self, limit: int, on: Callable[[int], bool] = lambda _: True) -> Measured:
-        """Steps under a limit.
-
-        Arguments:
-            limit: bytes.
-            on: is told the live bytes of a step; if it says no, none is timed.
-        """
-        with gk.budget(limit) as b:
-            first = self.unequal()
-            for i in range(WARM - 2):
-                self.job.step(i)
-            unequal = _most(first, self.unequal())
-            live = allocated_peak(lambda: self.job.step(CHECKED))
-            flops, seconds = b.recomputed_flops, b.recomputed_seconds
-            times = self.times(self.turn) if on(live) else []
-            flops, seconds = ((b.recomputed_flops - flops), (b.recomputed_seconds - seconds)) if times else (0, 0.0)
-        steps = len(times) or 1
-        return Measured(times, live, unequal, b.peak, flops / steps / self.flops, seconds / steps)
-
-    def other(self, way: Callable[[], AbstractContextManager[None]], then: Callable[[Measured], object]) -> Measured:
-        """Steps in somebody else's way, half of them before `then` and half after it."""
-        with way():
-            unequal = _most(self.unequal(), self.unequal())
-            live = allocated_peak(lambda: self.job.step(CHECKED))
-            found = Measured(self.times(self.turn // 2), live, unequal)
-        then(found)
-        with way():
-            self.job.step(CHECKED)
-            found.times += self.times(self.turn // 2)
-        return found
+        try:
+            with way():
+                for i in range(3):
+                    self.job.zero_grad()
+                    start = time.process_time()
+                    self.job.step(number + i)
+                    found.append(time.process_time() - start)
+        finally:
+            gc.enable()
+        return found[1:]
 
 
-def _most(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
-    return max(first[0], second[0]), max(first[1], second[1])
+class Limited:
+    """Steps under a limit: a context that may be entered again, for plans outlive it.
+
+    Attributes:
+        live: how far the allocator's bytes rise in a planned step.
+        peak: the most bytes of the graph, over all steps.
+        unequal: how many gradients, and how many buffers, are not plain's bit for bit, in the first step or in a planned one.
+        flops, seconds: what a planned step runs again, as shares of the plain step's FLOPs and in seconds.
+    """
+
+    def __init__(self, bench: Bench, limit: int) -> None:
+        self.budget = gk.budget(limit)
+        self.peak = 0
+        with self:
+            first = bench.unequal()
+            for i in range(2):
+                bench.job.step(i)
+            planned = bench.unequal()
+            flops, self.seconds = self.budget.recomputed_flops, self.budget.recomputed_seconds
+            self.live = allocated_peak(bench.check)
+            self.flops = (self.budget.recomputed_flops - flops) / bench.flops
+            self.seconds = self.budget.recomputed_seconds - self.seconds
+        self.unequal = max(first[0], planned[0]), max(first[1], planned[1])
+
+    def __enter__(self) -> Limited:
+        self.budget.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.peak = max(self.peak, self.budget.peak)
+        self.budget.__exit__(kind, error, tb)
 
 
 def failed(benchmark: str, model: str, figure: str, error: BaseException) -> Row:
     """A row for what did not run."""
-    said = (str(error).strip().splitlines() or [""])[0][:200]
+    said = (str(error).strip().splitlines() or [""])[0][:200].replace("|", "/")
     return Row(benchmark, model, f"{figure}: failed", 1, "", wanted=0, note=f"{type(error).__name__}: {said}")
 
 
