@@ -177,9 +177,9 @@ class UNet(Net):
             if i:
                 skips.append(x)
                 x = F.max_pool2d(x, 2)
-            x = self.chain(x, list(level))
+            x = self.chain(x, list(level.children()))
         for widen, level in zip(self.widen, self.up, strict=True):
-            x = self.chain(torch.cat([skips.pop(), widen(x)], 1), list(level))
+            x = self.chain(torch.cat([skips.pop(), widen(x)], 1), list(level.children()))
         return self.head(x).permute(0, 2, 3, 1).flatten(0, 2)
 
 

@@ -28,8 +28,17 @@ def draw(rows: Iterable[Row], path: Path) -> None:
         axes = figure.subplots(high, COLUMNS, squeeze=False).flatten()
         for ax, model in zip(axes, models, strict=False):
             ax.plot([1], [1], ls="", marker="o", ms=5, mfc="white", mec="black", label="plain", zorder=3)
-            x, y = zip(*ours.get(model, {"": (1.0, 1.0)}).values(), strict=True)
-            ax.plot(x, y, color="#1f5fbf", lw=1.6, marker=".", ms=6, label="gk.budget", zorder=2)
+            line = list(ours.get(model, {}).values())
+            ax.plot(
+                [x for x, _ in line],
+                [y for _, y in line],
+                color="#1f5fbf",
+                lw=1.6,
+                marker=".",
+                ms=6,
+                label="gk.budget",
+                zorder=2,
+            )
             for i, name in enumerate(names):
                 if name in peers.get(model, {}):
                     x, y = peers[model][name]
