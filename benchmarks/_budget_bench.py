@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import subprocess
 import sys
 import time
@@ -141,11 +142,12 @@ def failed(benchmark: str, model: str, figure: str, error: BaseException) -> Row
 
 
 def main(module: str, rows_of: Callable[[str], Iterable[Row]], arguments: list[str]) -> None:
-    """Run some models, or all, each in a process of its own: ``child MODEL`` is one of these."""
+    """Run some models, or those in ``BUDGET_MODELS``, or all, each in a process of its own: ``child MODEL`` is one of these."""
     if arguments[:1] == ["child"]:
         _measure.main(lambda: rows_of(arguments[1]))
         return
-    print(json.dumps([dataclasses.asdict(row) for row in _children(module, arguments or MODELS)]))
+    models = arguments or [name for name in os.environ.get("BUDGET_MODELS", "").split(",") if name] or MODELS
+    print(json.dumps([dataclasses.asdict(row) for row in _children(module, models)]))
 
 
 def _children(module: str, models: Iterable[str]) -> Iterator[Row]:
