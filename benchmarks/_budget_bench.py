@@ -135,10 +135,10 @@ class Limited:
         self.budget.__exit__(kind, error, tb)
 
 
-def failed(benchmark: str, model: str, figure: str, error: BaseException) -> Row:
-    """A row for what did not run."""
+def failed(benchmark: str, model: str, figure: str, error: BaseException, wanted: float | None = 0) -> Row:
+    """A row for what did not run; `wanted` is None where that is no fault of ours."""
     said = (str(error).strip().splitlines() or [""])[0][:200].replace("|", "/")
-    return Row(benchmark, model, f"{figure}: failed", 1, "", wanted=0, note=f"{type(error).__name__}: {said}")
+    return Row(benchmark, model, f"{figure}: failed", 1, "", wanted=wanted, note=f"{type(error).__name__}: {said}")
 
 
 def main(module: str, rows_of: Callable[[str], Iterable[Row]], arguments: list[str]) -> None:

@@ -43,7 +43,7 @@ def of(model: str, quick: bool = False) -> Iterator[Row]:
                 unequal = bench.unequal()
                 live = allocated_peak(bench.check)
         except Exception as error:
-            yield _budget_bench.failed("budget_peers", model, name, error)
+            yield _budget_bench.failed("budget_peers", model, name, error, None)
             continue
         ours: Limited | None = None
         try:
@@ -53,7 +53,7 @@ def of(model: str, quick: bool = False) -> Iterator[Row]:
             yield _budget_bench.failed("budget_peers", model, figure, error)
         times, errors = bench.alternate(ways)
         if "peer" in errors:
-            yield _budget_bench.failed("budget_peers", model, name, errors["peer"])
+            yield _budget_bench.failed("budget_peers", model, name, errors["peer"], None)
             continue
         row = _measure.time_row("budget_peers", model, f"{name}: time", times["peer"], times["plain"])
         pairs = zip(unequal, ("gradients", "buffers"), strict=True)
