@@ -8,6 +8,7 @@ peak of resident memory rises while a child process runs one variant.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -18,12 +19,14 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.fx.experimental.symbolic_shapes  # 35 MiB, which torch imports in the first backward that is given a gradient
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -88,6 +91,84 @@ def peak_bytes(fn: Callable[[], object], apart: Iterable[torch.Tensor]) -> int:
     with LiveBytes(apart) as live:
         fn()
     return live.peak
+
+
+class _Slot:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def graph_peak(fn: Callable[[], object], apart: Iterable[torch.Tensor]) -> int:
+    """The most bytes of unique storages that graphs save while `fn` runs once, seen by a pair of saved-tensor hooks.
+
+    Arguments:
+        fn: what to run; it must not have saved-tensor hooks of its own.
+        apart: tensors whose storages are not to be counted, such as parameters and the batch.
+    """
+    held = {tensor.untyped_storage()._cdata for tensor in apart}
+    slots: dict[int, int] = {}  # how many stand on a storage; its address is its own while one does
+    now = most = 0
+
+    def pack(tensor: torch.Tensor) -> _Slot:
+        nonlocal now, most
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        slot = _Slot(tensor.detach())  # a saved output itself would close a cycle
+        if address in held:
+            return slot
+        slots[address] = slots.get(address, 0) + 1
+        if slots[address] == 1:
+            now += size
+            most = max(most, now)
+
+        def died() -> None:
+            nonlocal now
+            slots[address] -= 1
+            if not slots[address]:
+                del slots[address]
+                now -= size
+
+        weakref.finalize(slot, died)
+        return slot
+
+    with saved_tensors_hooks(pack, lambda slot: slot.tensor):
+        fn()
+    return most
+
+
+def allocated_peak(fn: Callable[[], object]) -> int:
+    """How far the bytes that torch's allocator has given out rise while `fn` runs once.
+
+    It sees everything that ops allocate, whatever runs them: a backward, a recomputation, a compiled function. What only the
+    collector of cycles would free counts as alive.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        with silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            fn()
+    finally:
+        gc.enable()
+    events: Any = seen.profiler.kineto_results.events() if seen.profiler is not None else ()
+    now = most = 0
+    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """The profiler's library writes a line on stderr whenever it starts and stops."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def alternate(
@@ -197,6 +278,11 @@ def time_row(
     value, low, high = ratio(times, baseline)
     note = f"{statistics.median(times) * 1e3:.0f} ms over {statistics.median(baseline) * 1e3:.0f} ms"
     return Row(benchmark, model, figure, value, wanted=wanted, low=low, high=high, note=note)
+
+
+def with_note(row: Row, note: str) -> Row:
+    """The same row with another note."""
+    return dataclasses.replace(row, note=note)
 
 
 def mib(count: float) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 import torch
 
+from benchmarks import _budget_picture
 from benchmarks._measure import ROOT, Row, in_child
 
 PAGES = {
@@ -46,8 +47,16 @@ PAGES = {
             "watch_look": "Looking at everything that is alive",
         },
     ),
+    "budget": (
+        "`budget`",
+        {
+            "budget": "Over plain torch, at ever smaller limits",
+            "budget_peers": "Beside other ways to save memory",
+        },
+    ),
     "run": ("`graphkeep run`", {"run_command": "Over the program by itself"}),
 }
+PICTURES = {"budget": _budget_picture}  # modules with `draw`, by page
 FOLDER = ROOT / "docs" / "benchmarks"
 
 
@@ -67,15 +76,18 @@ def main(pages: Iterable[str]) -> None:
             "threads": 1,
             "seconds": round(time.monotonic() - start),
         }
-        table = markdown(title, benchmarks, rows, machine)
+        picture = PICTURES.get(page)
+        table = markdown(title, benchmarks, rows, machine, f"![{picture.ALT}](../images/{page}.svg)" if picture else "")
         FOLDER.mkdir(parents=True, exist_ok=True)
+        if picture:
+            picture.draw(rows, FOLDER.parent / "images" / f"{page}.svg")
         figures = [vars(row) | {"verdict": row.verdict} for row in rows]
         (FOLDER / f"{page}.json").write_text(json.dumps({"machine": machine, "rows": figures}, indent=1) + "\n")
         (FOLDER / f"{page}.md").write_text(table)
         print(table)
 
 
-def markdown(title: str, benchmarks: dict[str, str], rows: list[Row], machine: dict[str, object]) -> str:
+def markdown(title: str, benchmarks: dict[str, str], rows: list[Row], machine: dict[str, object], picture: str) -> str:
     lines = [
         f"# Benchmarks: {title}",
         "",
@@ -85,6 +97,7 @@ def markdown(title: str, benchmarks: dict[str, str], rows: list[Row], machine: d
         "by less than the bracket.",
         "",
         ", ".join(f"{key} {value}" for key, value in machine.items()) + ".",
+        *(["", picture] if picture else []),
     ]
     for benchmark, heading in benchmarks.items():
         lines += ["", f"## {heading}", "", *_about(benchmark)]

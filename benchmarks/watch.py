@@ -15,7 +15,6 @@ import contextlib
 import gc
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import graphkeep as gk
 from benchmarks import _measure
-from benchmarks._measure import ROOT, Row, in_child
+from benchmarks._measure import ROOT, Row, in_child, silent, with_note
 from benchmarks.watch_jobs import NAMES, Job, build
 from graphkeep import _engine, _ledger
 
@@ -54,20 +53,6 @@ def profiler(stack: bool) -> Way:
                 profiling.stop()
 
     return way
-
-
-@contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """The profiler's library writes a line on stderr whenever it starts and stops."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
 
 
 @contextlib.contextmanager
@@ -117,15 +102,15 @@ def _times(model: str, job: Job, rounds: int, few: int) -> Iterator[Row]:
     each = (statistics.median(times["watch"]) - statistics.median(times["plain"])) / job.steps / saved * 1e6
     note = _milliseconds(times["watch"], times["plain"], job.steps)
     note += f"; large ops {large:.0%} (of {len(ops)}, the median takes {statistics.median(ops):.0f} us)"
-    yield _with_note(row, f"{note}; {saved} tensors saved, {each:.1f} us each")
+    yield with_note(row, f"{note}; {saved} tensors saved, {each:.1f} us each")
     row = _measure.time_row("watch", where, LABELS["identity"], times["identity"], times["plain"])
-    yield _with_note(row, _milliseconds(times["identity"], times["plain"], job.steps))
+    yield with_note(row, _milliseconds(times["identity"], times["plain"], job.steps))
     # apart, so that nothing that a profiler leaves behind weighs on the figures above
     ways = {"plain": contextlib.nullcontext, "profiler": profiler(False), "stack": profiler(True)}
     times = alternate(ways, job.round, few)
     for key in ("profiler", "stack"):
         row = _measure.time_row("watch", where, LABELS[key], times[key], times["plain"])
-        yield _with_note(row, _milliseconds(times[key], times["plain"], job.steps))
+        yield with_note(row, _milliseconds(times[key], times["plain"], job.steps))
 
 
 def _parts(job: Job, rounds: int) -> Iterator[Row]:
@@ -139,7 +124,7 @@ def _parts(job: Job, rounds: int) -> Iterator[Row]:
         times = alternate(ways, run, rounds, collector=collector)
         for key in ("watch", "identity"):
             row = _measure.time_row("watch", f"{NAMES['flat']}, {what}", LABELS[key], times[key], times["plain"])
-            yield _with_note(row, _milliseconds(times[key], times["plain"], job.steps))
+            yield with_note(row, _milliseconds(times[key], times["plain"], job.steps))
 
 
 def _processes(model: str, steps: int, pairs: int) -> Iterator[Row]:
@@ -159,7 +144,7 @@ def _processes(model: str, steps: int, pairs: int) -> Iterator[Row]:
     for way in here[1:]:
         where = f"{NAMES[model]}, processes"
         row = _measure.time_row("watch", where, LABELS[way], times[way], times["plain"], 1.01 if way == "after" else None)
-        yield _with_note(row, _milliseconds(times[way], times["plain"], steps))
+        yield with_note(row, _milliseconds(times[way], times["plain"], steps))
 
 
 def _under_memray(*arguments: str) -> float:
@@ -237,10 +222,6 @@ def _saved_tensors(job: Job) -> int:
 def _milliseconds(times: list[float], baseline: list[float], steps: int) -> str:
     a, b = (statistics.median(each) / steps * 1e3 for each in (times, baseline))
     return f"{a:.2f} ms over {b:.2f} ms a step"
-
-
-def _with_note(row: Row, note: str) -> Row:
-    return Row(**vars(row) | {"note": note})
 
 
 if __name__ == "__main__":

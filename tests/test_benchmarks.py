@@ -2,12 +2,15 @@
 
 import gc
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import watch, watch_jobs, watch_look, watch_memory
-from benchmarks._measure import LiveBytes
+from benchmarks import budget, budget_peers, watch, watch_jobs, watch_look, watch_memory
+from benchmarks._budget_nets import MODELS, build
+from benchmarks._budget_picture import draw, points
+from benchmarks._measure import LiveBytes, Row, allocated_peak, graph_peak
 
 MIB = 1 << 20
 
@@ -78,6 +81,69 @@ def test_a_sparse_tensor_counts_its_indices_and_values() -> None:
         assert live.now == 8 + MIB
         del x
         assert live.now == 0
+
+
+def test_a_graph_counts_what_it_saves_once_and_neither_parameters_nor_the_batch() -> None:
+    w, x = mebibyte().requires_grad_(), mebibyte()
+
+    def step() -> None:
+        y = (x * w).exp()  # saves the batch and the parameter, and its result
+        (y * y).sum().backward()  # saves y again
+
+    assert graph_peak(step, [w, x]) == MIB
+    assert graph_peak(step, [w]) == 2 * MIB
+
+
+def test_the_peak_of_a_graph_is_that_of_what_is_saved_at_once() -> None:
+    w = mebibyte().requires_grad_()
+
+    def step() -> None:
+        for _ in range(3):
+            w.exp().sum().backward()
+
+    assert graph_peak(step, [w]) == MIB
+
+
+def test_the_allocators_peak_has_what_no_graph_holds() -> None:
+    def run() -> None:
+        x = mebibyte()
+        del x
+        y = mebibyte()
+        z = y + y
+        del y, z
+
+    assert 2 * MIB <= allocated_peak(run) < 2 * MIB + 1024
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_for_budget_with_the_same_number_gives_the_same_gradients(model: str) -> None:
+    job = build(model, quick=True)
+    found = []
+    for number in (1, 2, 1):
+        job.zero_grad()
+        job.step(number)
+        found.append([grad.clone() for grad in job.gradients()])
+    assert all(map(torch.equal, found[0], found[2]))
+    assert sum(bool(grad.any()) for grad in found[0]) > len(found[0]) / 2
+
+
+def test_the_benchmark_of_budget_runs_and_what_does_not_depend_on_time_is_met() -> None:
+    models = ("GPT", "UNet", "TreeLSTM")
+    rows = [row for model in models for row in budget.of(model, quick=True)]
+    counts = {(row.model, row.figure): (row.verdict, row.note) for row in rows if row.wanted == 0}
+    assert len(counts) == 3 * len(models)
+    assert {verdict for verdict, _ in counts.values()} == {"met"}, counts
+
+
+def test_peers_of_budget_run_beside_it(tmp_path: Path) -> None:
+    rows = [*budget_peers.of("UNet", quick=True)]
+    assert not [row for row in rows if row.figure.endswith("failed") and not row.figure.startswith("budget")]
+    rows += [Row("budget", "UNet", f"at 50 %: {figure}", 1.0) for figure in ("time", "live bytes")]
+    assert points(rows, "budget") == {"UNet": {"at 50 %": (1.0, 1.0)}}
+    assert points(rows, "budget_peers")["UNet"].keys() == {"checkpoint", "checkpoint, two blocks", "selective checkpoint"}
+    pytest.importorskip("matplotlib")
+    draw(rows, tmp_path / "budget.svg")
+    assert ">gk.budget<" in (tmp_path / "budget.svg").read_text()
 
 
 def test_the_benchmark_of_watch_runs_and_what_does_not_depend_on_time_is_met() -> None:
