@@ -11,7 +11,7 @@ from typing import Any
 
 from graphkeep._budget._rerun import Rerun, aside
 from graphkeep._budget._store import Store
-from graphkeep._budget._values import Op, Storage, Value
+from graphkeep._budget._values import Op, Storage, Value, checksum
 from graphkeep._errors import ChangedGraphError, caller
 
 
@@ -26,6 +26,7 @@ class Again:
         self.store = store
         self.ops = self.flops = 0
         self.seconds = 0.0
+        self._short = 0  # bytes that did not fit, with all that was held
 
     def storage(self, value: Value) -> Storage:
         """That of a value, which is held from now on."""
@@ -38,8 +39,9 @@ class Again:
                 for other in list(store.values.values()):
                     if store.may_go(other, ()):
                         store.drop(other)
+                self._short = store.live + value.nbytes
                 if value.op is None or not self._run(value, strict=True):
-                    raise store.too_small(value.nbytes)
+                    raise store.too_small(self._short - store.live)
         found = value.now()
         assert found is not None
         return found
@@ -53,6 +55,7 @@ class Again:
         try:
             for value in missing.spilled:
                 if not store.room(value.nbytes, readers):
+                    self._short = store.live + value.nbytes
                     return False
                 there[id(value)], own[id(value)] = store.unspill(value), value
                 store.count(value.nbytes)
@@ -60,6 +63,7 @@ class Again:
                 for k, op in enumerate(missing.ops):
                     store.later(0, 2 * k)
                     if not store.room(op.nbytes, readers):
+                        self._short = store.live + op.nbytes
                         return False
                     again = Rerun(op, lambda v: there[id(v)], lambda v: id(v) in own and readers[id(v)] == 1)
                     self.ops += 1
@@ -155,11 +159,14 @@ class _Missing:
 
 
 def _check_unchanged(value: Value) -> None:
-    """Refuse what was changed while nobody looked: inside a backward, or in another thread."""
+    """Refuse what was changed while nobody looked: inside a backward, in another thread, by numpy."""
     changed = False
     if value.op is None:
         witness = value.witness()
         changed = witness is not None and witness._version != value.version
+        if value.checksum is not None and value.kept is not None:
+            with aside():
+                changed = changed or checksum(value.kept.storage) != value.checksum
     elif value.held is not None:
         for ref in value.slots.values():
             entry: Any = ref()
@@ -168,9 +175,9 @@ def _check_unchanged(value: Value) -> None:
                 break
     if changed:
         raise ChangedGraphError(
-            "what was dropped needs what a tensor held that was changed in a backward, or after the budget was left",
+            "what was dropped needs what a tensor held that was changed inside a backward, after the budget, or through numpy",
             where=caller(),
-            instead='change it after the backward, or gk.budget(..., on_exit="bring")',
+            instead="change it after the backward, or give the forward a .clone() of it",
         )
 
 

@@ -332,6 +332,10 @@ class Holdings(Companion):
 
     def end_step(self) -> None:
         """No graph is alive."""
+        with self._lock:
+            self._end_step()
+
+    def _end_step(self) -> None:
         without = self.steps.limit is None
         self.steps.end(self.record.trace, self.store.peak)
         if without and self.steps.limit is not None:
@@ -408,11 +412,27 @@ class Holdings(Companion):
         """Nobody counts any more. What entries that are still alive stand on is theirs alone."""
         with self._lock:
             self._waiting = [weakref.ref(value) for value in self.store.values.values()]
+            self._keep_inputs()
             self.store.active = self.store.drop_all = False
             self.store.clear()
             self._outside.clear()
             self._orphans.clear()
             self.record.forget()
+
+    def _keep_inputs(self) -> None:
+        """Copies of the inputs that dropped values will be had from: from now on nobody sees them change."""
+        todo = [value.op for value in self.store.values.values() if value.now() is None]
+        seen = {id(op) for op in todo}
+        while todo:
+            op = todo.pop()
+            for read in op.reads if op is not None else ():
+                if read.checksum is not None and read.kept is not None and read.current:
+                    with aside():
+                        read.kept = Kept(read.kept.storage.clone(), None)
+                    read.current, read.witness = False, _gone
+                elif read.op is not None and id(read.op) not in seen:
+                    seen.add(id(read.op))
+                    todo.append(read.op)
 
     def bring_all(self) -> None:
         """All that was dropped and that somebody may still ask for, whatever it takes."""

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphkeep._budget._trace import Trace
-from graphkeep._budget._values import Alive, Kept, Op, Ref, Scratch, Storage, Value, geometry
+from graphkeep._budget._values import Alive, Kept, Op, Ref, Scratch, Storage, Value, checksum, geometry
 
 if TYPE_CHECKING:
     from graphkeep._budget._meter import Meter
@@ -356,7 +356,7 @@ class Record:
             value = self._made.get(key)
             if value is None:
                 value = self._leaf(tensor, storage)
-            elif value.op is None and not (value.slots or value.kept or value.outside):
+            elif value.op is None and not (value.slots or value.kept):
                 # it cannot be made again, and to keep it would take more than the graph does without a budget
                 raise _OpaqueError
             values[key] = value
@@ -374,6 +374,8 @@ class Record:
             value.apart = True
             value.watch(base)
             value.kept = Kept(storage, None)
+            if not tensor.requires_grad and type(base) is torch.Tensor:
+                value.checksum = checksum(storage)
             self._leaves[key] = value
         return value
 

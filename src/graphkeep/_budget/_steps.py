@@ -84,8 +84,7 @@ class Steps:
     def _follow(self, followed: Plan, trace: Trace) -> None:
         self.followed += 1
         self._in_vain = 0
-        self.plans.remove(followed)
-        self.plans.append(followed)
+        self.plans = [*[plan for plan in self.plans if plan is not followed], followed]
         used = self._used[id(followed)] = self._used.get(id(followed), 0) + 1
         if used > max(_AGAIN) or len(trace.ops) != len(followed.trace.ops):
             return

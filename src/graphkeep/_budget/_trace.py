@@ -170,6 +170,7 @@ class Trace:
                 raise TookTooLongError
             run.at = at
             getattr(run, kind)(v, node)
+        run.remember()
         return Simulated(run.most, run.seconds, run.full, run.later)
 
     def again(self, value: int, there: Set[int]) -> float:
@@ -228,10 +229,16 @@ class _Run:
         self.live = self.most = 0
         self.seconds = 0.0
         self.full: frozenset[int] = frozenset()
+        self.fuller = False  # than it says
 
     def peak(self, live: int) -> None:
         if live > self.most:
-            self.most, self.full = live, frozenset(self.held)
+            self.most, self.fuller = live, True
+
+    def remember(self) -> None:
+        """Something is about to go: what is held now may be the most so far."""
+        if self.fuller:
+            self.full, self.fuller = frozenset(self.held), False
 
     def hold(self, v: int) -> None:
         self.held.add(v)
@@ -267,6 +274,7 @@ class _Run:
     free = die
 
     def let_go(self, v: int) -> None:
+        self.remember()
         self.held.discard(v)
         self.live -= self.trace.values[v].nbytes
 

@@ -8,8 +8,10 @@ counting takes it and all that only it needed.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -132,6 +134,7 @@ class Value:
         kept: the storage of a value without an op, if the record holds it because ops have read it.
         readers: of a value without an op: the ops that have read it, weakly.
         apart: whether it was there before the graph: a parameter, an input.
+        checksum: of an input's content: what numpy writes into it torch does not count.
         current: whether no later op has changed that storage.
         pinned: why it must not be dropped; empty if it may be.
         slots: the entries that stand on it, by number.
@@ -143,6 +146,7 @@ class Value:
         "__weakref__",
         "alive",
         "apart",
+        "checksum",
         "current",
         "held",
         "kept",
@@ -170,6 +174,7 @@ class Value:
         self.version = 0
         self.held: Storage | None = None
         self.kept: Kept | None = None
+        self.checksum: int | None = None
         self.current = True
         self.apart = False
         self.pinned = "" if op is not None else OPAQUE
@@ -204,6 +209,15 @@ class Value:
         return None
 
 
+def checksum(storage: Storage) -> int | None:
+    """That of a storage in the CPU's memory that is not large."""
+    if storage.device.type != "cpu" or storage.nbytes() > _LARGE:
+        return None
+    # not through numpy, whose tensors cannot be resized any more
+    return zlib.crc32((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())) if storage.nbytes() else 0
+
+
+_LARGE = 1 << 25  # bytes
 OPAQUE = "its producer cannot be run again"
 
 
