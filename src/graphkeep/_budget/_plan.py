@@ -1,9 +1,10 @@
 """A plan: which values of a step to drop, and when, decided from the step before.
 
 The stream of a step that has ended is known (`_trace`), so what a way of dropping costs can be found out without running
-anything. `plan` tries several: dropping under way by the rule of Kirisame et al. 2021 (Dynamic Tensor Rematerialization,
-https://arxiv.org/abs/2006.09616), with more or less weight on how soon a value is needed, and dropping at once the cheapest
-bytes until the fullest moment fits. From the best of them it searches on, value by value, as long as its time lasts.
+anything. `plan` begins with several: dropping under way by the rule of Kirisame et al. 2021 (Dynamic Tensor Rematerialization,
+https://arxiv.org/abs/2006.09616), with more or less weight on how soon a value is needed; and dropping at once the cheapest
+bytes (`_greedy`), until what is held fits, or until less is held, which leaves room for running again. From the best it goes on
+by small changes for as long as its time lasts.
 
 What the best could be: Jain et al. 2020 (Checkmate), https://arxiv.org/abs/1910.02653; `benchmarks/budget_optimum.py` compares.
 """
@@ -11,15 +12,22 @@ What the best could be: Jain et al. 2020 (Checkmate), https://arxiv.org/abs/1910
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import time
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from graphkeep._budget._greedy import greedy
 from graphkeep._budget._trace import Simulated, TookTooLongError, Trace
 
 PATIENCE = 1.0  # seconds that a plan may take
 _POWERS = (1.0, 0.5, 0.0, 2.0)
+_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.3, 0.2)  # of the limit, to be held at most
+_ALONE = (1.0, 0.5, 0.0)  # whether a value is had again alone (1), or by the way, with all else that was dropped (0)
+_BEGINNING = 0.5  # of the time is for finding where to begin
+_EXCHANGE, _LATER = 0.35, 0.3  # shares of the changes: one value for its neighbour; to be the first to go, not at once
+_WARM = 0.01  # share of the seconds that a change may make worse in the beginning
 
 
 @dataclass
@@ -29,7 +37,7 @@ class Plan:
     Attributes:
         saves: the stream: what was saved, in order.
         dropped: the values to drop as soon as they are saved, by their numbers.
-        later: the values to drop later: at which event, before which op of those that run again for it.
+        later: the values to drop later: at which event, before or after which op of those that run again for it.
         most: bytes that are then held at most.
         seconds: that are run again.
         fits: whether that is within the limit.
@@ -49,13 +57,13 @@ class Plan:
 
 def plan(trace: Trace, limit: int, patience: float = PATIENCE) -> Plan:
     """Decide within so many seconds."""
-    search = _Search(trace, limit, time.perf_counter() + patience)
+    search = _Search(trace, limit, patience)
     with contextlib.suppress(TookTooLongError):
         search.run()
     found = search.best
     if found is None:
         return Plan(trace.saves, frozenset(), {}, 0, 0.0, False, limit, trace)
-    return Plan(trace.saves, search.dropped, found.later, found.most, found.seconds, True, limit, trace)
+    return Plan(trace.saves, search.way.dropped, found.later, found.most, found.seconds, True, limit, trace)
 
 
 def smallest(trace: Trace) -> int:
@@ -65,62 +73,81 @@ def smallest(trace: Trace) -> int:
     return min(whole.simulate(whole.droppable(), 0).most, whole.simulate((), 1 << 62).most)
 
 
+class _Way(NamedTuple):
+    """A way of dropping: what at once, what first where room is needed, and the weight of time for the rest."""
+
+    dropped: frozenset[int] = frozenset()
+    first: frozenset[int] = frozenset()
+    power: float = 1.0
+
+
 class _Search:
-    def __init__(self, trace: Trace, limit: int, until: float) -> None:
+    def __init__(self, trace: Trace, limit: int, patience: float) -> None:
         self.trace = trace
         self.limit = limit
-        self.until = until
+        self.begun = time.perf_counter()
+        self.patience = patience
         self.best: Simulated | None = None
-        self.dropped: frozenset[int] = frozenset()
-        self.power = _POWERS[0]
+        self.way = _Way()
 
     def run(self) -> None:
         """Look for the best until time is over."""
         for power in _POWERS:
-            self.consider(frozenset(), power)
-        dropped = self.at_once()
-        if dropped is not None:
-            self.consider(dropped, self.power)
-        if self.best is not None and self.best.seconds:
-            for value in self.flips():
-                self.consider(self.dropped ^ {value}, self.power)
+            self.consider(_Way(power=power))
+            if self.best is not None and not self.best.seconds:
+                return
+        self.begin()
+        if self.best is not None:
+            self.go_on(self.best)
 
-    def consider(self, dropped: frozenset[int], power: float) -> None:
+    def simulate(self, way: _Way, stop: float) -> Simulated | None:
+        """What a way costs; None if it does not fit, or more seconds than that."""
+        until = self.begun + self.patience
+        found = self.trace.simulate(way.dropped, self.limit, power=way.power, first=way.first, stop=stop, until=until)
+        return found if found.most <= self.limit and found.seconds <= stop else None
+
+    def consider(self, way: _Way) -> None:
         """Take it if it is better."""
-        found = self.trace.simulate(dropped, self.limit, power=power, until=self.until)
-        if found.most <= self.limit and (self.best is None or found.seconds < self.best.seconds):
-            self.best, self.dropped, self.power = found, dropped, power
+        found = self.simulate(way, math.inf if self.best is None else self.best.seconds)
+        if found is not None and (self.best is None or found.seconds < self.best.seconds):
+            self.best, self.way = found, way
 
-    def flips(self) -> Iterator[int]:
-        """Values to be kept that were to be dropped, the dearest first; then any, to be dropped or not."""
-        kept = self.there(self.dropped)
-        yield from sorted(self.dropped, key=lambda v: -self.trace.again(v, kept))
-        values = sorted(self.trace.droppable())
+    def begin(self) -> None:
+        """Sets of values to drop at once, for falling shares of the limit."""
+        sets = [greedy(self.trace, self.limit, _SHARES, alone) for alone in _ALONE]
+        for _ in _SHARES:
+            for dropped in [found for one in sets if (found := next(one, None)) is not None]:
+                if time.perf_counter() - self.begun > _BEGINNING * self.patience and self.best is not None:
+                    return
+                for power in {self.way.power, _POWERS[0]}:
+                    self.consider(_Way(dropped, power=power))
+
+    def go_on(self, now: Simulated) -> None:
+        """Take back, exchange, drop earlier or later, as long as it gets cheaper; in the beginning also if a little dearer."""
         draw = random.Random(0)
-        while values:
-            yield draw.choice(values)
-
-    def there(self, dropped: Collection[int]) -> set[int]:
-        """What need not run again."""
-        leaves = {v for v, made in enumerate(self.trace.values) if made.op < 0}
-        return (self.trace.droppable() - set(dropped)) | leaves
-
-    def at_once(self) -> frozenset[int] | None:
-        """The cheapest bytes until the fullest moment fits; None if none do."""
-        trace, may = self.trace, self.trace.droppable()
-        dropped: set[int] = set()
-        while True:
-            most, _, full, _ = trace.simulate(dropped, self.limit, evict=False, until=self.until)
-            if most <= self.limit:
-                return frozenset(dropped)
-            left = may - dropped
-            if not left:
-                return None
-            kept = self.there(dropped)
-            there = sorted(left & full or left, key=lambda v: trace.again(v, kept) / trace.values[v].nbytes)
-            excess = most - self.limit
-            for v in there:
-                dropped.add(v)
-                excess -= trace.values[v].nbytes
-                if excess <= 0:
-                    break
+        order = sorted(self.trace.droppable())
+        place = {v: i for i, v in enumerate(order)}
+        kept = self.trace.there(self.way.dropped)
+        dearest = sorted(self.way.dropped, key=lambda v: self.trace.again(v, kept))
+        way = self.way
+        while order and self.best is not None and self.best.seconds:
+            left = 1 - (time.perf_counter() - self.begun) / self.patience
+            dropped, first = way.dropped, way.first
+            chance = draw.random()
+            if dearest:
+                dropped -= {dearest.pop()}
+            elif chance < _EXCHANGE and dropped:
+                v = draw.choice(sorted(dropped))
+                other = place[v] + draw.choice((-3, -2, -1, 1, 2, 3))
+                dropped = (dropped - {v}) ^ {order[min(max(other, 0), len(order) - 1)]}
+            elif chance < _EXCHANGE + _LATER:
+                first ^= {draw.choice(order)}
+            else:
+                dropped ^= {draw.choice(order)}
+            warm = _WARM * max(left, 0) * -math.log(draw.random() + 1e-9) * self.best.seconds
+            other_way = way._replace(dropped=dropped, first=first)
+            found = self.simulate(other_way, now.seconds + warm)
+            if found is not None:
+                way, now = other_way, found
+                if found.seconds < self.best.seconds:
+                    self.best, self.way = found, other_way

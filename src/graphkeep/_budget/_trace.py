@@ -153,40 +153,73 @@ class Trace:
         self,
         dropped: Collection[int],
         limit: int,
-        evict: bool = True,
         power: float = 1.0,
+        first: Collection[int] = (),
+        stop: float = math.inf,
         until: float = math.inf,
     ) -> Simulated:
         """Run through it under a limit, with some values dropped as soon as they are saved.
 
         Arguments:
-            evict: drop more where the limit asks for it; otherwise the limit only tells what is kept of what was run again.
             power: of the time until a value is needed again, in what that counts against what it costs to have it again.
+            first: what goes before anything else where room is needed.
+            stop: seconds; once more are run again, the rest is left out.
             until: the time, as `time.perf_counter` tells it, after which `TookTooLongError` is raised.
         """
-        run = _Run(self, dropped, limit, evict, power)
+        run = _Run(self, dropped, limit, power, first)
+        steps = {"save": run.save, "keep": run.keep, "use": run.use, "die": run.die, "free": run.free}
         for at, ((kind, v), node) in enumerate(zip(self.events, self.nodes, strict=True)):
+            run.at = at
+            steps[kind](v, node)
+            if run.seconds > stop:
+                break
             if time.perf_counter() > until:
                 raise TookTooLongError
-            run.at = at
-            getattr(run, kind)(v, node)
         run.remember()
         return Simulated(run.most, run.seconds, run.full, run.later)
 
-    def again(self, value: int, there: Set[int]) -> float:
-        """Seconds to have a value again, with what is not there either."""
+    def peak(self, dropped: Collection[int]) -> tuple[int, set[int]]:
+        """The most bytes that are held if nothing is ever had again, and by what."""
+        values = self.values
+        held: set[int] = set()
+        live = most = 0
+        full: set[int] = set()
+        for kind, v in [*self.events, ("die", -1)]:
+            if kind in ("save", "keep"):
+                if v not in held and (v not in dropped or values[v].pinned):
+                    held.add(v)
+                    live += values[v].nbytes
+            elif kind != "use":
+                if live > most:
+                    most, full = live, set(held)
+                if v in held:
+                    held.discard(v)
+                    live -= values[v].nbytes
+        return most, full
+
+    def there(self, dropped: Collection[int]) -> set[int]:
+        """What need not run again if that is dropped."""
+        leaves = {v for v, made in enumerate(self.values) if made.op < 0 or made.pinned}
+        return (self.droppable() - set(dropped)) | leaves
+
+    def missing(self, value: int, there: Set[int]) -> set[int]:
+        """The ops to run to have a value again, with what is not there either."""
         ops, values = self.ops, self.values
         first = values[value].op
-        total, seen, todo = 0.0, {first}, [first]
+        seen, todo = {first}, [first]
         while todo and len(seen) < _DEEPEST:
-            traced = ops[todo.pop()]
-            total += traced.seconds
-            for read in traced.reads:
-                op = values[read].op
-                if op >= 0 and read not in there and op not in seen:
-                    seen.add(op)
-                    todo.append(op)
-        return total
+            for read in ops[todo.pop()].reads:
+                if read not in there:
+                    op = values[read].op
+                    if op >= 0 and op not in seen:
+                        seen.add(op)
+                        todo.append(op)
+        return seen
+
+    def again(self, value: int, there: Set[int]) -> float:
+        """Seconds to have a value again, with what is not there either."""
+        ops = self.ops
+        return sum([ops[o].seconds for o in self.missing(value, there)])
 
 
 class TookTooLongError(Exception):
@@ -212,10 +245,10 @@ class Simulated(NamedTuple):
 class _Run:
     """The rules of `_holdings.Holdings`, on numbers."""
 
-    def __init__(self, trace: Trace, dropped: Collection[int], limit: int, evict: bool, power: float) -> None:
+    def __init__(self, trace: Trace, dropped: Collection[int], limit: int, power: float, first: Collection[int]) -> None:
         self.trace = trace
-        self.evict = evict
         self.power = power
+        self.first = first
         self.dropped = dropped
         self.limit = limit
         self.held: set[int] = set()
@@ -351,12 +384,12 @@ class _Run:
 
     def worth(self, m: int, nbytes: int, spare: Collection[int], k: int) -> bool:
         """Whether what was run again is kept: it fits, or more than others it deserves to."""
-        return self.live + nbytes <= self.limit or (self.evict and self.room(nbytes, spare, k, self.score(m)))
+        return self.live + nbytes <= self.limit or self.room(nbytes, spare, k, self.score(m))
 
     def room(self, need: int, spare: Collection[int], k: int, below: float = math.inf) -> bool:
         """Drop until so many bytes fit; nothing that is not cheaper than ``below``. Whether they do."""
         over = self.live + need - self.limit
-        if over <= 0 or not self.evict:
+        if over <= 0:
             return True
         gone: dict[int, float] = {}
         put_back: list[tuple[float, int]] = []
@@ -401,4 +434,6 @@ class _Run:
 
     def score(self, v: int) -> float:
         made = self.trace.values[v]
+        if v in self.first:
+            return -1.0 / (abs(self.node - made.last) + 1)
         return self.trace.again(v, self.held) / ((made.nbytes or 1) * (abs(self.node - made.last) + 1) ** self.power)
