@@ -6,13 +6,13 @@ It is an integer program in the manner of Jain et al. 2020 (Checkmate), https://
 A *stage* ends with one use of a value. Binary unknowns say, for each stage, which values the graph holds when it begins (S in
 the paper) and which ops run again in it (R). Ops run in their order, each once a stage at most. A continuous unknown for each
 value and reader says whether the value is still there when its reader runs; it takes the place of the paper's FREE, needs no
-products, and is 0 or 1 by itself. Bytes are counted when the forward saves and at each op that runs again: what is held, what is
-there for ops to come, and all that the op makes.
+products, and is 0 or 1 by itself. Bytes are counted when the forward saves and at each op that runs again: what is held, what
+is there for ops to come, and all that the op makes.
 
-**Exact** for the rules that the budget follows: it may drop what it holds at any moment, and bring back a saved value before any
-use of it; what it brings back and what else was saved may stay, other results are there for that stage's ops only; what a node
-has been given stays until the node's last use. So no plan is cheaper than the optimum, and with `passes` > 1, where the missing
-ops may run through that often before a use, only by reruns that the budget never makes.
+**Exact** for the rules that the budget follows: it may drop what it holds at any moment, and bring back a saved value before
+any use of it; what it brings back and what else was saved may stay, other results are there for that stage's ops only; what a
+node has been given stays until the node's last use. So no plan is cheaper than the optimum. With `passes` > 1 the missing ops
+may run through that often before a use: that is another order, and more often than once, which the budget never does.
 
 **Relaxed**: while the forward saves, only what is still held at its end is counted; and so is what cannot be made again only
 from its save to its death, not while ops that may run again still need it. An op is not run again before a value as late as it
@@ -25,8 +25,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
 from graphkeep._budget._trace import Trace
 

@@ -86,9 +86,10 @@ def least(trace: Trace, limit: int, in_order: bool) -> float | None:
 
 
 def saved(trace: Trace, event: int) -> frozenset[int]:
-    waiting = set()
+    """What has been saved and has not died before an event."""
+    waiting: set[int] = set()
     for kind, v in trace.events[:event]:
-        (waiting.add if kind == "save" else waiting.discard)(v)
+        waiting = waiting | {v} if kind == "save" else waiting - {v} if kind == "die" else waiting
     return frozenset(waiting)
 
 
