@@ -2,8 +2,8 @@
 
 For one step of each network, at limits that are shares of what it needs without one; seconds are those that the ops took when
 the step was recorded, the median over some steps. The optimum is that of an integer program (`benchmarks/_optimum.py`) on the
-same accounting. Where the solver did not finish in time, the ratio is to its bound: no schedule takes less, and maybe none takes
-that little. Where not even the optimum fits there is no row.
+same accounting. Where the solver did not finish in time, the ratio is to its bound: no schedule takes less, and maybe none
+takes that little. Where not even the optimum fits there is no row.
 """
 
 from __future__ import annotations
@@ -48,10 +48,8 @@ def trace_of(step: Step) -> Trace:
             assert last is not None
             traces.append(last)
     trace = traces[-1]
-    same = [ops for ops in zip(*(t.ops for t in traces[1:]), strict=True)]
-    trace.ops = [
-        op._replace(seconds=statistics.median(o.seconds for o in ops)) for op, ops in zip(trace.ops, same, strict=True)
-    ]
+    runs = zip(*(trace.ops for trace in traces[1:]), strict=True)
+    trace.ops = [ops[-1]._replace(seconds=statistics.median(op.seconds for op in ops)) for ops in runs]
     return trace
 
 
