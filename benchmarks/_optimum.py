@@ -180,7 +180,7 @@ class _Program:
                 elif v in fresh or (
                     t
                     and v not in gone
-                    and (v in waiting or self.unsaved)
+                    and (v in waiting or self.unsaved or self.stages[t - 1].use < 0)
                     and (v in self.held[-1] or self.op[v] in self.again[-1])
                 ):
                     held[v] = self.new(binary=True)
