@@ -12,6 +12,7 @@ from typing_extensions import Self
 from graphkeep._budget._holdings import Holdings
 from graphkeep._budget._plan import smallest
 from graphkeep._budget._report import BudgetReport, Share, shares
+from graphkeep._budget._steps import Steps
 from graphkeep._errors import ArgumentError, ArgumentTypeError, BudgetError, caller
 from graphkeep._ledger import LEDGER
 from graphkeep._units import format_bytes, parse_bytes
@@ -112,10 +113,11 @@ class budget:
         self._on_exit = on_exit
         self._active = False
         self._spill = spill
-        self._holdings = self._new(self._limit, self._share)
+        self._holdings = self._new(Steps(self._limit, self._share, plans=spill == "recompute" and self._device is None))
 
-    def _new(self, limit: int | None, share: float | None) -> Holdings:
-        return Holdings(limit, share, spill=self._spill, device=self._device)
+    def _new(self, steps: Steps) -> Holdings:
+        """What a `with` begins with: it knows the streams of those before."""
+        return Holdings(steps, spill=self._spill, device=self._device)
 
     def __enter__(self) -> Self:
         if not _one.acquire(blocking=False):
@@ -125,9 +127,7 @@ class budget:
                 instead="one gk.budget around both",
             )
         self._active = True
-        self._holdings = Holdings(
-            self._holdings.steps.limit, None if self._holdings.steps.limit else self._share, spill=self._spill
-        )
+        self._holdings = self._new(self._holdings.steps)
         try:
             LEDGER.join(self._holdings)
             self._holdings.enter()

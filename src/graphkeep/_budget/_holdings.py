@@ -69,8 +69,7 @@ class Holdings(Companion):
     """Listens to the ledger, and holds the storages of the graph.
 
     Arguments:
-        limit: bytes; None for none yet.
-        share: of what the first step needed, to become the limit.
+        steps: know the limit; or the limit in bytes, None for none.
         drop_all: drop whatever can be dropped at once, for tests.
         spill: what dropping is: ``"recompute"``, ``"host"``, or ``"both"``, whichever costs less.
         device: whose memory the limit is for, instead of what the graph holds.
@@ -78,15 +77,14 @@ class Holdings(Companion):
 
     def __init__(
         self,
-        limit: int | None = None,
-        share: float | None = None,
+        steps: Steps | int | None = None,
         drop_all: bool = False,
         spill: str = "recompute",
         device: torch.device | None = None,
     ) -> None:
         self.record = Record(self.changing, self.follow, self.end_step)
-        self.record.small = min(_SMALL, (limit or 0) >> 8)
-        self.steps = Steps(limit, share, plans=spill == "recompute" and device is None)
+        self.steps = steps if isinstance(steps, Steps) else Steps(steps, None, plans=spill == "recompute")
+        self.record.small = min(_SMALL, (self.steps.limit or 0) >> 8)
         self.store = Store(self.steps, lambda: self.record.trace, spill, None if device is None else Meter(device))
         self.store.drop_all = drop_all
         self.again = Again(self.store)
