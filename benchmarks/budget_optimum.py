@@ -141,15 +141,16 @@ def _densenet() -> Step:
 
 
 def _lstm() -> Step:
-    cell, head = nn.LSTMCell(64, 128), nn.Linear(128, 10)
+    gates, head = nn.Linear(64 + 128, 4 * 128), nn.Linear(128, 10)
     x, y = torch.randn(8, 64, 64), torch.randint(10, (64,))
 
     def step() -> None:
-        state = None
+        h = c = torch.zeros(64, 128)
         for part in x:
-            state = cell(part, state)
-        assert state is not None
-        F.cross_entropy(head(state[0]), y).backward()
+            i, f, g, o = gates(torch.cat((part, h), 1)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+        F.cross_entropy(head(h), y).backward()
 
     return step
 
