@@ -36,6 +36,7 @@ _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 class _Mine(threading.local):
     mode: Mode | None = None
+    on = False  # whether it is on the stack
 
 
 class Source:
@@ -110,6 +111,9 @@ class Holdings(Companion):
         self._outside: dict[int, Any] = {}  # storages that custom functions have saved
         self._orphans: list[Value] = []  # nobody has them any more, and others can only be had again from them
         self._waiting: list[weakref.ref[Value]] = []  # those with entries, once nobody counts
+        self._slack: tuple[int, ...] = ()  # what a step saves that is not written down
+        self._mixed = False  # a step that was not, and then was
+        self._threads = 0
         self._calls: dict[int, _Outer] = {}
         self._lock = threading.RLock()
         self._mine = _Mine()
@@ -130,12 +134,23 @@ class Holdings(Companion):
 
     def _saved(self, entry: Entry, tensor: torch.Tensor, storage: Storage, where: Geometry | None) -> None:
         value = self.record.value_of(storage)
+        if self._slack and self.record.resting:  # the graph of the step before has gone without a backward
+            self.end_step()
+        if self._slack:
+            expected = self._expected(storage.nbytes())
+            if expected is False:
+                return
+            if expected:
+                value = value or self.record.adopt(storage)
         if value is None:
             base = tensor if tensor._base is None else tensor._base
             if base.is_leaf or not tensor.requires_grad:
+                self.steps.calls.append(storage.nbytes() << 1)
                 return  # an input
             value = self.record.adopt(storage)
-        if value.apart or entry.source is not None or storage._cdata in self._outside:
+        counts = not (value.apart or entry.source is not None or storage._cdata in self._outside)
+        self.steps.calls.append(storage.nbytes() << 1 | counts)
+        if not counts:
             return
         if where is None:  # a subclass, or sparse: counted, and never dropped
             value.pinned = value.pinned or NO_TENSOR
@@ -150,7 +165,7 @@ class Holdings(Companion):
             self.store.values[id(value)] = value
             self.record.trace.note("save", value, entry.node)
             self.store.numbered[value.number] = value
-            if self.steps.drops(value) and not value.pinned:
+            if not self._slack and self.steps.drops(value) and not value.pinned:
                 entry.source.part_with(entry)
                 self.store.dropped_bytes += value.nbytes
                 return
@@ -173,6 +188,26 @@ class Holdings(Companion):
                 entry.source.part_with(entry)
                 self.store.spill(value, storage)
                 self.store.dropped_bytes += value.nbytes
+
+    def _expected(self, nbytes: int) -> bool | None:
+        """Whether what is saved counts, in a step that is not written down; None if it is not what was expected."""
+        place = len(self.steps.calls)
+        if place < len(self._slack) and self._slack[place] >> 1 == nbytes:
+            if not self._slack[place] & 1:
+                self.steps.calls.append(nbytes << 1)
+                return False
+            return True
+        self._slack, self._mixed = (), True
+        self.record.begun = True
+        if not LEDGER.active:  # otherwise once the engine has ended
+            self._mode_on()
+        return None
+
+    def _mode_on(self) -> None:
+        mine = self._mine
+        if mine.mode is not None and not mine.on:
+            mine.on = True
+            _push_mode(mine.mode)
 
     def died(self, entry: Entry, call: Call | None) -> None:
         source = entry.source
@@ -224,12 +259,15 @@ class Holdings(Companion):
         mode = self._mine.mode
         popped = False
         # with a dispatch mode active some backward formulas of torch are others (`isTensorSubclassLike`), and slower
-        if mode is not None and not call.create_graph:
+        if mode is not None and not call.create_graph and self._mine.on:
             popped = self.store.meter is None and _get_current_dispatch_mode() is mode
             if popped:
                 _pop_mode()
+                self._mine.on = False
             else:  # not the innermost, or it counts what is allocated: it stays, and writes nothing down
                 mode.off += 1
+        elif mode is not None and not self._mine.on:
+            mode = None
         self._calls[call.number] = _Outer(mine.node, mine.in_use, None if call.create_graph else mode, popped)
         mine.node, mine.in_use = -1, set()
 
@@ -241,13 +279,14 @@ class Holdings(Companion):
         with self._lock:
             self.store.in_use -= mine.in_use
         mine.node, mine.in_use = outer.node, outer.in_use
-        if outer.mode is not None and outer.mode is self._mine.mode:  # nobody has left meanwhile
-            if outer.popped:
-                _push_mode(outer.mode)
-            else:
-                outer.mode.off -= 1
+        if outer.mode is not None and outer.mode is self._mine.mode and not outer.popped:
+            outer.mode.off -= 1
         if not self.store.values:
             self.end_step()
+            if outer.popped and not self._calls and self._threads == 1:
+                self._slack = self.steps.slack()  # what is like the step before, and fits, need not be written down
+        if not self._slack and (outer.popped or not self._calls):
+            self._mode_on()
 
     def used(self, entry: Entry) -> None:
         source = entry.source
@@ -306,8 +345,9 @@ class Holdings(Companion):
 
     def enter(self) -> None:
         """Write down what this thread runs."""
-        mode = self._mine.mode = Mode(self.record, self.store.meter, self._make_room)
-        _push_mode(mode)
+        self._mine.mode = Mode(self.record, self.store.meter, self._make_room)
+        self._threads += 1
+        self._mode_on()
         LEDGER.has_mode(1)
 
     def _make_room(self, need: int) -> None:
@@ -319,8 +359,10 @@ class Holdings(Companion):
     def exit(self) -> None:
         mine, self._mine.mode = self._mine.mode, None
         LEDGER.has_mode(-1)
+        self._threads -= 1
+        on, self._mine.on = self._mine.on, False
         above = []
-        while mine is not None and _modes():
+        while on and _modes():
             mode = _pop_mode()
             if mode is mine:
                 break
@@ -337,7 +379,12 @@ class Holdings(Companion):
 
     def _end_step(self) -> None:
         without = self.steps.limit is None
-        self.steps.end(self.record.trace, self.store.peak)
+        if self._slack or self._mixed:
+            whole = bool(self._slack) and len(self.steps.calls) == len(self._slack)
+            self.steps.end_slack(whole)
+            self._slack, self._mixed = self._slack if whole else (), False
+        else:
+            self.steps.end(self.record.trace, self.store.peak)
         if without and self.steps.limit is not None:
             self.store.new_peak()  # under the limit, which is a share of what it was without
         for orphan in self._orphans:

@@ -38,6 +38,7 @@ class Steps:
         self.last: Trace | None = None
         self.count = self.followed = 0
         self.plans: list[Plan] = []  # the one followed last comes last
+        self.calls: list[int] = []  # what was saved in this step, as in `Plan.calls`
         self._used: dict[int, int] = {}  # how often each was followed, by id
         self._seen: dict[int, None] = {}  # streams, by hash, the latest last
         self._saves: list[tuple[int, int]] = []
@@ -64,8 +65,8 @@ class Steps:
 
     def end(self, trace: Trace, peak: int) -> None:
         """A step has ended: learn from it."""
-        saves, followed = self._saves, self.plan
-        self._saves, self.plan = [], None
+        saves, followed, calls = self._saves, self.plan, tuple(self.calls)
+        self._saves, self.plan, self.calls = [], None, []
         if not saves or trace.closed:
             return
         self.count += 1
@@ -80,6 +81,19 @@ class Steps:
             self._follow(followed, trace)
         elif self._comes_again(saves):
             self._learn(self._plan(trace))
+        if self.plans and self.plans[-1].saves == saves:
+            self.plans[-1].calls = calls
+
+    def slack(self) -> tuple[int, ...]:
+        """What the next step will save, if it is like the last and nothing of it has to be dropped; empty if not known."""
+        plan = self.plans[-1] if self.plans and self.followed else None
+        return plan.calls if plan is not None and plan.slack else ()
+
+    def end_slack(self, whole: bool) -> None:
+        """A step that was not written down has ended; as it was expected, or not."""
+        self._saves, self.plan, self.calls = [], None, []
+        self.count += 1
+        self.followed += whole
 
     def _follow(self, followed: Plan, trace: Trace) -> None:
         self.followed += 1
