@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from graphkeep._budget import _roofline
 from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Alive, Kept, Op, Ref, Scratch, Storage, Value, checksum, geometry
 
@@ -245,6 +246,11 @@ class Record:
             if op is not None:
                 op.seconds = _now() - begun
         if op is not None:
+            some = next(tensors_in(out), None)
+            if some is not None and not _roofline.waits(some):
+                with _disable_current_modes():
+                    nbytes = sum([value.nbytes for value in op.reads]) + sum([t.nbytes for t in tensors_in(out)])
+                    op.seconds = _roofline.seconds(func, args, kwargs, out, nbytes)
             op.traced = self.trace.add_op(op)
         if norm:
             for storage in changes:
