@@ -162,7 +162,7 @@ def _check_unchanged(value: Value) -> None:
     """Refuse what was changed while nobody looked: inside a backward, in another thread, by numpy."""
     changed = False
     if value.op is None:
-        witness = value.witness()
+        witness = value.seen()
         changed = witness is not None and witness._version != value.version
         if value.checksum is not None and value.kept is not None:
             with aside():

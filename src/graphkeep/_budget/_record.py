@@ -438,7 +438,7 @@ class Record:
 
 def _gone(made: dict[int, Value], alive: Alive) -> None:
     value = made.get(alive.key)
-    if value is not None and value.alive is alive:
+    if value is not None and value.ref is alive:
         del made[alive.key]
 
 

@@ -128,7 +128,7 @@ class Value:
         op: what made it; None for what cannot be made again (a parameter, an input, a custom kernel's result).
         place: where among the results of the op its storage is; ``-1 - n``: it is the n-th tensor that the op changes.
         nbytes: of the storage.
-        alive: the storage, weakly: somebody else may hold it.
+        ref: the storage, weakly: somebody else may hold it.
         witness: a tensor on it, weakly, and its version then: whether what is alive still has this content.
         held: the storage, if the graph holds it.
         kept: the storage of a value without an op, if the record holds it because ops have read it.
@@ -144,7 +144,6 @@ class Value:
 
     __slots__ = (
         "__weakref__",
-        "alive",
         "apart",
         "checksum",
         "current",
@@ -158,6 +157,7 @@ class Value:
         "pinned",
         "place",
         "readers",
+        "ref",
         "slots",
         "spilled",
         "trace",
@@ -165,11 +165,11 @@ class Value:
         "witness",
     )
 
-    def __init__(self, op: Op | None, place: int, nbytes: int, alive: Callable[[], Storage | None]) -> None:
+    def __init__(self, op: Op | None, place: int, nbytes: int, storage: Callable[[], Storage | None]) -> None:
         self.op = op
         self.place = place
         self.nbytes = nbytes
-        self.alive = alive
+        self.ref = storage
         self.witness: Callable[[], torch.Tensor | None] = _nobody
         self.version = 0
         self.held: Storage | None = None
@@ -191,10 +191,18 @@ class Value:
         if not tensor.is_inference():
             self.witness, self.version = weakref.ref(tensor), tensor._version
 
+    def alive(self) -> Storage | None:
+        """The storage, if somebody holds it."""
+        return _fixed(self.ref())
+
     @property
     def needed(self) -> bool:
         """Whether an op that may run again has read it."""
         return any(op() is not None for op in self.readers)
+
+    def seen(self) -> torch.Tensor | None:
+        """The tensor that was seen on it, if that is alive."""
+        return _fixed(self.witness())
 
     def now(self) -> Storage | None:
         """The storage, if it is there with this content."""
@@ -203,10 +211,17 @@ class Value:
         if self.held is not None and (self.current or self.held is not self.alive()):
             return self.held
         if self.current:
-            witness = self.witness()
+            witness = self.seen()
             if witness is not None and witness._version == self.version:
                 return self.alive()
         return None
+
+
+def _fixed(found: Any) -> Any:
+    """What a weak reference gave, made whole: torch 2.6 asks for that."""
+    if found is not None:
+        found._fix_weakref()
+    return found
 
 
 def checksum(storage: Storage) -> int | None:
