@@ -10,17 +10,18 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from graphkeep import _saved
 from graphkeep._budget._again import Again
 from graphkeep._budget._meter import Meter
-from graphkeep._budget._record import Mode, Record, tensors_in
+from graphkeep._budget._modes import Modes
+from graphkeep._budget._outside import Outside
+from graphkeep._budget._record import Mode, Record
 from graphkeep._budget._rerun import aside
+from graphkeep._budget._slack import Slack
 from graphkeep._budget._steps import Steps
 from graphkeep._budget._store import NO_TENSOR, Store
 from graphkeep._budget._trace import Trace
@@ -30,13 +31,7 @@ from graphkeep._storage import storages
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SMALL = 1 << 20  # bytes of integers that are kept at most
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-
-
-class _Mine(threading.local):
-    mode: Mode | None = None
-    on = False  # whether it is on the stack
 
 
 class Source:
@@ -75,16 +70,6 @@ class Source:
         return self.holdings.bring(entry)
 
 
-def saved_by_function(outputs: Any) -> tuple[str, list[torch.Tensor]]:
-    """What the custom function that gave some outputs has saved, with its name."""
-    for output in tensors_in(outputs):
-        node: Any = output.grad_fn
-        if node is not None and _saved.is_custom(node):
-            held = [slot.value for slot in _saved.slots(node) if slot.state is _saved.State.HELD]
-            return type(node).__name__.removesuffix("Backward"), held
-    return "", []
-
-
 class Holdings(Companion):
     """Listens to the ledger, and holds the storages of the graph.
 
@@ -108,15 +93,29 @@ class Holdings(Companion):
         self.store = Store(self.steps, self.record, spill, None if device is None else Meter(device))
         self.store.drop_all = drop_all
         self.again = Again(self.store)
-        self._outside: dict[int, Any] = {}  # storages that custom functions have saved
+        self.outside = Outside(self.record, self.store)
+        self.modes = Modes(self._mode, self.store)
+        self.slack = Slack()
         self._orphans: list[Value] = []  # nobody has them any more, and others can only be had again from them
         self._waiting: list[weakref.ref[Value]] = []  # those with entries, once nobody counts
-        self._slack: tuple[int, ...] = ()  # what a step saves that is not written down
-        self._mixed = False  # a step that was not, and then was
-        self._threads = 0
-        self._calls: dict[int, _Outer] = {}
         self._lock = threading.RLock()
-        self._mine = _Mine()
+
+    def _mode(self) -> Mode:
+        return Mode(self.record, self.store.meter, self._make_room)
+
+    def _make_room(self, need: int) -> None:
+        """An op that runs now will allocate so many bytes."""
+        with self._lock:
+            if not self.store.room(need, ()):
+                raise self.store.too_small(need)
+
+    def enter(self) -> None:
+        """This thread is inside."""
+        self.modes.enter()
+
+    def exit(self) -> None:
+        """It is outside."""
+        self.modes.exit()
 
     # the ledger's events --------------------------------------------------------------------------------------------------
 
@@ -134,13 +133,13 @@ class Holdings(Companion):
 
     def _saved(self, entry: Entry, tensor: torch.Tensor, storage: Storage, where: Geometry | None) -> None:
         value = self.record.value_of(storage)
-        if self._slack and self.record.resting:  # the graph of the step before has gone without a backward
-            self.end_step()
-        if self._slack:
-            expected = self._expected(storage.nbytes())
-            if expected is False:
+        if self.slack.expected:
+            if self.record.resting:  # the graph of the step before has gone without a backward
+                self.end_step()
+            counted = self._expected(storage.nbytes())
+            if counted is False:
                 return
-            if expected:
+            if counted:
                 value = value or self.record.adopt(storage)
         if value is None:
             base = tensor if tensor._base is None else tensor._base
@@ -148,7 +147,7 @@ class Holdings(Companion):
                 self.steps.calls.append(storage.nbytes() << 1)
                 return  # an input
             value = self.record.adopt(storage)
-        counts = not (value.apart or entry.source is not None or storage._cdata in self._outside)
+        counts = not (value.apart or entry.source is not None or storage in self.outside)
         self.steps.calls.append(storage.nbytes() << 1 | counts)
         if not counts:
             return
@@ -165,7 +164,7 @@ class Holdings(Companion):
             self.store.values[id(value)] = value
             self.record.trace.note("save", value, entry.node)
             self.store.numbered[value.number] = value
-            if not self._slack and self.steps.drops(value) and not value.pinned:
+            if not self.slack.expected and self.steps.drops(value) and not value.pinned:
                 entry.source.part_with(entry)
                 self.store.dropped_bytes += value.nbytes
                 return
@@ -190,24 +189,15 @@ class Holdings(Companion):
                 self.store.dropped_bytes += value.nbytes
 
     def _expected(self, nbytes: int) -> bool | None:
-        """Whether what is saved counts, in a step that is not written down; None if it is not what was expected."""
-        place = len(self.steps.calls)
-        if place < len(self._slack) and self._slack[place] >> 1 == nbytes:
-            if not self._slack[place] & 1:
-                self.steps.calls.append(nbytes << 1)
-                return False
-            return True
-        self._slack, self._mixed = (), True
-        self.record.begun = True
-        if not LEDGER.active:  # otherwise once the engine has ended
-            self._mode_on()
-        return None
-
-    def _mode_on(self) -> None:
-        mine = self._mine
-        if mine.mode is not None and not mine.on:
-            mine.on = True
-            _push_mode(mine.mode)
+        """Whether what is saved counts, in a step that is not written down; None if from now on it is."""
+        counts = self.slack.counts(len(self.steps.calls), nbytes)
+        if counts is False:
+            self.steps.calls.append(nbytes << 1)
+        elif counts is None:
+            self.record.begun = True
+            if not LEDGER.active:  # otherwise once the engine has ended
+                self.modes.on()
+        return counts
 
     def died(self, entry: Entry, call: Call | None) -> None:
         source = entry.source
@@ -255,38 +245,20 @@ class Holdings(Companion):
         raise error
 
     def begins(self, call: Call) -> None:
-        mine = self.store.mine
-        mode = self._mine.mode
-        popped = False
-        # with a dispatch mode active some backward formulas of torch are others (`isTensorSubclassLike`), and slower
-        if mode is not None and not call.create_graph and self._mine.on:
-            popped = self.store.meter is None and _get_current_dispatch_mode() is mode
-            if popped:
-                _pop_mode()
-                self._mine.on = False
-            else:  # not the innermost, or it counts what is allocated: it stays, and writes nothing down
-                mode.off += 1
-        elif mode is not None and not self._mine.on:
-            mode = None
-        self._calls[call.number] = _Outer(mine.node, mine.in_use, None if call.create_graph else mode, popped)
-        mine.node, mine.in_use = -1, set()
+        self.modes.begins(call)
 
     def ends(self, call: Call, error: BaseException | None) -> None:
-        outer = self._calls.pop(call.number, None)
-        if outer is None:
-            return
-        mine = self.store.mine
         with self._lock:
-            self.store.in_use -= mine.in_use
-        mine.node, mine.in_use = outer.node, outer.in_use
-        if outer.mode is not None and outer.mode is self._mine.mode and not outer.popped:
-            outer.mode.off -= 1
+            popped = self.modes.ends(call)
+        if popped is None:
+            return
+        outermost = not self.modes.calls
         if not self.store.values:
             self.end_step()
-            if outer.popped and not self._calls and self._threads == 1:
-                self._slack = self.steps.slack()  # what is like the step before, and fits, need not be written down
-        if not self._slack and (outer.popped or not self._calls):
-            self._mode_on()
+            if popped and outermost and self.modes.threads == 1:
+                self.slack.expected = self.steps.slack()
+        if not self.slack.expected and (popped or outermost):
+            self.modes.on()
 
     def used(self, entry: Entry) -> None:
         source = entry.source
@@ -299,37 +271,8 @@ class Holdings(Companion):
         self.used(entry)
 
     def applied(self, args: Any, outputs: Any) -> None:
-        """Count what a custom function has saved for as long as that is alive: the function holds it, and it is not dropped."""
-        name, saved = saved_by_function(outputs)
-        if not saved:
-            return
-        given = {s._cdata for t in tensors_in(args) for s in storages(t)}
         with self._lock:
-            self.record.begun = True
-            for tensor in saved:
-                base = tensor if tensor._base is None else tensor._base
-                for storage in storages(tensor):
-                    value = self.record.value_of(storage)
-                    if value is None and not (storage._cdata in given or (base.is_leaf and base.requires_grad)):
-                        value = self.record.adopt(storage)
-                    if value is not None and not value.apart:
-                        self._foreign(value, storage, name)
-
-    def _foreign(self, value: Value, storage: Storage, name: str) -> None:
-        value.pinned, value.outside = f"the custom function {name} has saved it", True
-        if value.held is None and value.kept is None and storage._cdata not in self._outside:
-            if not self.store.room(value.nbytes, ()):
-                raise self.store.too_small(value.nbytes)
-            key = storage._cdata
-            self._outside[key] = weakref.ref(storage, functools.partial(self._outside_gone, key, value))
-            self.store.count(value.nbytes)
-            self.record.trace.note("keep", value, _sequence_number())
-
-    def _outside_gone(self, key: int, value: Value, _ref: Any) -> None:
-        if self._outside.pop(key, None) is not None:
-            self.store.count(-value.nbytes)
-            if value.trace is self.record.trace:
-                self.record.trace.note("free", value, self.store.mine.node)
+            self.outside.applied(args, outputs)
 
     def _given(self, entry: Entry, value: Value) -> None:
         """A node that runs has been given a value: until the next one runs it is there, whoever drops it."""
@@ -341,35 +284,6 @@ class Holdings(Companion):
             mine.in_use.add(id(value))
             self.store.in_use.add(id(value))
 
-    # this thread ----------------------------------------------------------------------------------------------------------
-
-    def enter(self) -> None:
-        """Write down what this thread runs."""
-        self._mine.mode = Mode(self.record, self.store.meter, self._make_room)
-        self._threads += 1
-        self._mode_on()
-        LEDGER.has_mode(1)
-
-    def _make_room(self, need: int) -> None:
-        """An op that runs now will allocate so many bytes."""
-        with self._lock:
-            if not self.store.room(need, ()):
-                raise self.store.too_small(need)
-
-    def exit(self) -> None:
-        mine, self._mine.mode = self._mine.mode, None
-        LEDGER.has_mode(-1)
-        self._threads -= 1
-        on, self._mine.on = self._mine.on, False
-        above = []
-        while on and _modes():
-            mode = _pop_mode()
-            if mode is mine:
-                break
-            above.append(mode)  # left in another order than entered
-        for mode in reversed(above):
-            _push_mode(mode)
-
     # steps ----------------------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
@@ -379,12 +293,11 @@ class Holdings(Companion):
 
     def _end_step(self) -> None:
         without = self.steps.limit is None
-        if self._slack or self._mixed:
-            whole = bool(self._slack) and len(self.steps.calls) == len(self._slack)
-            self.steps.end_slack(whole)
-            self._slack, self._mixed = self._slack if whole else (), False
-        else:
+        as_expected = self.slack.end(len(self.steps.calls))
+        if as_expected is None:
             self.steps.end(self.record.trace, self.store.peak)
+        else:
+            self.steps.end_slack(as_expected)
         if without and self.steps.limit is not None:
             self.store.new_peak()  # under the limit, which is a share of what it was without
         for orphan in self._orphans:
@@ -462,7 +375,8 @@ class Holdings(Companion):
             self._keep_inputs()
             self.store.active = self.store.drop_all = False
             self.store.clear()
-            self._outside.clear()
+            self.outside.clear()
+            self.modes.make = None
             self._orphans.clear()
             self.record.forget()
 
@@ -488,15 +402,6 @@ class Holdings(Companion):
                 value = ref()
                 if value is not None and value.current:
                     self.store.hold(value, self.again.storage(value))
-
-
-class _Outer(NamedTuple):
-    """What a call of the engine finds: the node that runs, what it was given, the mode, and whether that was taken off."""
-
-    node: int
-    in_use: set[int]
-    mode: Mode | None
-    popped: bool
 
 
 def _gone() -> None:
