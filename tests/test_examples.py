@@ -31,6 +31,16 @@ FIGURES = {
         "128 rows run backward",
         " 0 bytes of graph",
     ],
+    "train_within_a_budget.py": [
+        "the graph holds 13,382,404 bytes at most",
+        "the graph holds at most 5,352,961 bytes",
+        "ops ran again",
+        "budget 5.1 MiB, peak",
+        "held when the last step was fullest",
+        "bit for bit: True",
+        "random number is the same: True",
+        "says that it takes 3,145,728 bytes",
+    ],
     "keep_part_of_a_graph.py": [
         "before, y1's graph saves 8000000 bytes, of which x's 4000000",
         "after the first head, y1's graph saves 8000000 bytes",
