@@ -29,7 +29,8 @@ class budget:
 
     Arguments:
         limit: bytes, as an int or a string (``2**30``, ``"512MiB"``), or a float, ``0 < limit <= 1``: that share of what the
-            first step needs, which then runs without a limit. A step ends when no graph is left alive. Counted are the unique
+            first step needs, which then runs without a limit. A step ends when no graph is left alive, the first at
+            the latest when a backward without ``retain_graph`` has run. Counted are the unique
             storages that the graph holds, in forward and backward, with what is there for running again; parameters, and
             what was there before the step's first op with a history (its inputs), are not.
         device_memory: a limit, written in the same way, for all that ops allocate on the device inside (the current GPU, or the
@@ -176,7 +177,7 @@ class budget:
     def smallest(self) -> int | None:
         """The smallest limit, in bytes, that the last step could have had; None before one has ended."""
         last = self._holdings.steps.last
-        return None if last is None else smallest(last)
+        return None if last is None or not self._holdings.steps.planning else smallest(last)
 
     @property
     def recomputed_ops(self) -> int:

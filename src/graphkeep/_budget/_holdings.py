@@ -55,7 +55,8 @@ class Source:
         """The entry is about to let go of its tensor: go on counting whether the program changes that in place."""
         tensor = entry.tensor
         if tensor is not None and self.counter is None and not tensor.is_inference():
-            with aside():
+            # below `ADInplaceOrView`, where a dispatch mode runs, the two would not count together
+            with aside(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 counter = tensor.detach()
                 counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self.counter, self.version = counter, entry.version
@@ -257,6 +258,8 @@ class Holdings(Companion):
             self.end_step()
             if popped and outermost and self.modes.threads == 1:
                 self.slack.expected = self.steps.slack()
+        elif outermost and not call.retain_graph and error is None and self.steps.fix(self.store.peak):
+            self.store.new_peak()  # another graph lives on: what the first step needed is known all the same
         if not self.slack.expected and (popped or outermost):
             self.modes.on()
 

@@ -11,6 +11,8 @@ _SEEN = 64
 _IN_VAIN = 3  # plans that were made and not followed; then only a stream that has come twice is planned
 _PATIENCE = 2  # times a step's forward may its plan take
 _SHORTEST = 0.02  # seconds
+_STEADY = 3  # steps in a row like the one before, after which the next need not be written down
+_UNSTEADY = 1000  # steps that are, after one was not as expected
 _AGAIN = (1, 4)  # times that a plan has been followed, after which it is made anew from better timings
 
 
@@ -44,6 +46,7 @@ class Steps:
         self._saves: list[tuple[int, int]] = []
         self.too_small = 0
         self._in_vain = 0
+        self._steady = 0  # steps in a row that followed a plan
 
     def drops(self, value: Value) -> bool:
         """Whether the plan drops what is saved now; while the stream is another than the plan's, there is none."""
@@ -67,26 +70,35 @@ class Steps:
         """A step has ended: learn from it."""
         saves, followed, calls = self._saves, self.plan, tuple(self.calls)
         self._saves, self.plan, self.calls = [], None, []
-        if not saves or trace.closed:
+        if not trace.events or trace.closed:
             return
         self.count += 1
         self.last = trace
-        if self.limit is None and self.share is not None:
-            self.limit = max(int(self.share * peak), 1)
+        self.fix(peak)
+        if self.share is not None and self.count == 1:
             least = smallest(trace)
-            self.too_small = least if least > self.limit and self.planning else 0
-        if self.limit is None or not self.planning:
+            self.too_small = least if self.planning and least > (self.limit or 0) else 0
+        if self.limit is None or not self.planning or not saves:
             return
         if followed is not None and len(followed.saves) == len(saves):
             self._follow(followed, trace)
+            self._steady += 1
         elif self._comes_again(saves):
+            self._steady = min(self._steady, 0)
             self._learn(self._plan(trace))
         if self.plans and self.plans[-1].saves == saves:
             self.plans[-1].calls = calls
 
+    def fix(self, peak: int) -> bool:
+        """Make the share a limit, of what was needed so far; whether that was still to be done."""
+        if self.limit is not None or self.share is None or not peak:
+            return False
+        self.limit = max(int(self.share * peak), 1)
+        return True
+
     def slack(self) -> tuple[int, ...]:
         """What the next step will save, if it is like the last and nothing of it has to be dropped; empty if not known."""
-        plan = self.plans[-1] if self.plans and self.followed else None
+        plan = self.plans[-1] if self.plans and self._steady >= _STEADY else None
         return plan.calls if plan is not None and plan.slack else ()
 
     def end_slack(self, whole: bool) -> None:
@@ -94,6 +106,8 @@ class Steps:
         self._saves, self.plan, self.calls = [], None, []
         self.count += 1
         self.followed += whole
+        if not whole:
+            self._steady = -_UNSTEADY
 
     def _follow(self, followed: Plan, trace: Trace) -> None:
         self.followed += 1
