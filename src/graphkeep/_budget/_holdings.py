@@ -97,6 +97,7 @@ class Holdings(Companion):
         self.outside = Outside(self.record, self.store)
         self.modes = Modes(self._mode, self.store)
         self.slack = Slack()
+        self._broken = False  # whether any op is, in this step
         self._orphans: list[Value] = []  # nobody has them any more, and others can only be had again from them
         self._waiting: list[weakref.ref[Value]] = []  # those with entries, once nobody counts
         self._lock = threading.RLock()
@@ -153,7 +154,7 @@ class Holdings(Companion):
         if not counts:
             return
         if where is None:  # a subclass, or sparse: counted, and never dropped
-            value.pinned = value.pinned or NO_TENSOR
+            value.pinned = NO_TENSOR
             where = _NOWHERE
         entry.source = Source(self, value, where)
         value.last = max(value.last, entry.node)
@@ -162,6 +163,8 @@ class Holdings(Companion):
             raise self.store.too_small(0)
         value.slots[entry.number] = weakref.ref(entry)
         if first:
+            if self._broken and not value.pinned and value.broken():
+                value.pinned = "what it was made from is gone"
             self.store.values[id(value)] = value
             self.record.trace.note("save", value, entry.node)
             self.store.numbered[value.number] = value
@@ -215,15 +218,24 @@ class Holdings(Companion):
             if value.op is None and value.held is not None and self._needed(value):
                 self._orphans.append(value)
             else:
-                self.store.let_go(value)
+                self._part(value)
             if self._orphans:
                 for orphan in [orphan for orphan in self._orphans if not self._needed(orphan)]:
                     self._orphans.remove(orphan)
-                    self.store.let_go(orphan)
+                    self._part(orphan)
             if value.trace is self.record.trace:
                 self.record.trace.note("die", value, entry.node)
             if not self.store.values and call is None:
                 self.record.resting = True
+
+    def _part(self, value: Value) -> None:
+        """Let go of a value; what was made from it can then not be had again if the value cannot."""
+        if value.op is None and value.kept is None:
+            for ref in value.readers:
+                op = ref()
+                if op is not None:
+                    op.broken = self._broken = True
+        self.store.let_go(value)
 
     def _needed(self, value: Value) -> bool:
         """Whether something that a backward may still ask for can only be had again from a value that cannot itself."""
@@ -246,7 +258,11 @@ class Holdings(Companion):
         raise error
 
     def begins(self, call: Call) -> None:
+        outermost = not self.modes.calls
         self.modes.begins(call)
+        if outermost and self.store.values:
+            with aside():
+                self.record.guard()
 
     def ends(self, call: Call, error: BaseException | None) -> None:
         with self._lock:
@@ -306,6 +322,7 @@ class Holdings(Companion):
         for orphan in self._orphans:
             self.store.let_go(orphan)
         self._orphans.clear()
+        self._broken = False
         self.store.rest()
         self.record.forget()
         self.record.small = min(_SMALL, (self.steps.limit or 0) >> 8)

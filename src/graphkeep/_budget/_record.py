@@ -206,6 +206,14 @@ class Record:
         """What a storage holds now; None if the record has not seen it."""
         return self._made.get(storage._cdata) or self._leaves.get(storage._cdata)
 
+    def guard(self) -> None:
+        """A backward begins: if hooks of leaves may change leaves in it, be able to tell."""
+        leaves = list(self._leaves.values())
+        if any(_has_hooks(tensor) for leaf in leaves if (tensor := leaf.seen()) is not None):
+            for leaf in leaves:
+                if leaf.checksum is None and leaf.kept is not None and leaf.current:
+                    leaf.checksum = checksum(leaf.kept.storage)
+
     def adopt(self, storage: Storage) -> Value:
         """A storage of the graph that the record has not seen being made: it cannot be made again."""
         return self._make(None, 0, storage)
@@ -380,7 +388,7 @@ class Record:
             value.apart = True
             value.watch(base)
             value.kept = Kept(storage, None)
-            if not tensor.requires_grad and type(base) is torch.Tensor:
+            if not tensor.requires_grad and type(base) is torch.Tensor and storage.device.type == "cpu":
                 value.checksum = checksum(storage)
             self._leaves[key] = value
         return value
@@ -434,6 +442,10 @@ class Record:
                 owner = self.owner()
                 if not counted and old.slots and owner is not None:
                     owner.follow(old, new, storage)
+
+
+def _has_hooks(leaf: Any) -> bool:
+    return bool(leaf._backward_hooks) or bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
 def _gone(made: dict[int, Value], alive: Alive) -> None:

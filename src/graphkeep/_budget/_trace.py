@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from graphkeep._budget._values import Op, Value
 
-_LONGEST = 200_000  # ops; a stream that never ends is not planned
+_LONGEST = 50_000  # ops; a stream that never ends is not planned
 _PARTS = 16  # the cheapest 16th of what can be dropped goes before all are looked at again
 _DEARER = 1.5  # times what it was thought to cost, a victim stays for now
 _DEEPEST = 128  # ops that are looked at to tell what having a value again costs
@@ -79,7 +79,11 @@ class Trace:
             if self.values[v].op < 0:
                 self.first_readers.setdefault(v, len(self.ops))
         self.ops.append(TracedOp(op.seconds, reads, [], op.func))
-        self.closed = len(self.ops) > _LONGEST
+        if len(self.ops) > _LONGEST:
+            self.closed = True
+            for kept in (self.ops, self.values, self.events, self.nodes, self.first_readers):
+                kept.clear()
+            return -1
         return len(self.ops) - 1
 
     def add(self, value: Value, op: int) -> int:

@@ -82,9 +82,23 @@ class Op:
         seconds: what it took.
         made: the values that it made, weakly, with the place of each among its results.
         nbytes: of all its results.
+        broken: whether something that it read is gone for good.
     """
 
-    __slots__ = ("__weakref__", "args", "func", "generator", "kwargs", "made", "nbytes", "number", "reads", "seconds", "traced")
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "broken",
+        "func",
+        "generator",
+        "kwargs",
+        "made",
+        "nbytes",
+        "number",
+        "reads",
+        "seconds",
+        "traced",
+    )
 
     def __init__(self, func: Any, args: Any, kwargs: Any, reads: tuple[Value, ...]) -> None:
         self.number = next(_numbers)
@@ -97,6 +111,7 @@ class Op:
         self.made: list[tuple[int, weakref.ref[Value]]] = []
         self.nbytes = 0
         self.traced = -1
+        self.broken = False
 
 
 _numbers = itertools.count()
@@ -191,6 +206,19 @@ class Value:
         if not tensor.is_inference():
             self.witness, self.version = weakref.ref(tensor), tensor._version
 
+    def broken(self) -> bool:
+        """Whether it cannot be had again, once it is not held, since something that it was made from is gone."""
+        seen, todo = set(), [self.op]
+        while todo:
+            op = todo.pop()
+            if op is None or id(op) in seen:
+                continue
+            if op.broken:
+                return True
+            seen.add(id(op))
+            todo += [read.op for read in op.reads if read.held is None and read.kept is None]
+        return False
+
     def alive(self) -> Storage | None:
         """The storage, if somebody holds it."""
         return _fixed(self.ref())
@@ -224,15 +252,20 @@ def _fixed(found: Any) -> Any:
     return found
 
 
-def checksum(storage: Storage) -> int | None:
-    """That of a storage in the CPU's memory that is not large."""
-    if storage.device.type != "cpu" or storage.nbytes() > _LARGE:
-        return None
+def checksum(storage: Storage) -> int:
+    """That of a storage's content; of a large one, of words spread over it."""
+    nbytes = storage.nbytes()
+    if storage.device.type != "cpu" or nbytes > _LARGE:
+        words = nbytes // 8
+        step = max(words // (_LARGE // 8), 1)
+        data = torch.empty(0, dtype=torch.int64, device=storage.device).set_(storage, 0, (words // step,), (step,))
+        storage = data.cpu().contiguous().untyped_storage()
+        nbytes = words // step * 8
     # not through numpy, whose tensors cannot be resized any more
-    return zlib.crc32((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())) if storage.nbytes() else 0
+    return zlib.crc32((ctypes.c_char * nbytes).from_address(storage.data_ptr())) if nbytes else 0
 
 
-_LARGE = 1 << 25  # bytes
+_LARGE = 1 << 22  # bytes
 OPAQUE = "its producer cannot be run again"
 
 
