@@ -209,11 +209,18 @@ class Ledger:
                 ]
         self.push()
 
-    def leave(self, listener: Listener) -> None:
-        """Stop to listen. With the last listener hooks and patches go; leaving twice does nothing."""
+    def leave(self, listener: Listener) -> Exception | None:
+        """Stop to listen. With the last listener hooks and patches go; leaving twice does nothing.
+
+        Returns:
+            What the listener raised, if it has not been told.
+        """
         with self._lock:
             self.listeners = tuple(other for other in self.listeners if other is not listener)
+            untold = [error for other, error in self.faults if other is listener]
+            self.faults = [fault for fault in self.faults if fault[0] is not listener]
             self.settle()
+        return untold[0] if untold else None
 
     def settle(self) -> None:
         """Take off what is left when nobody listens: hooks in this thread now, and the patches once no thread has any."""

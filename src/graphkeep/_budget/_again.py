@@ -35,6 +35,8 @@ class Again:
             storage = value.now()
             if (storage is not None or value.spilled is not None) and store.room(value.nbytes, (id(value),)):
                 store.hold(value, storage if storage is not None else store.unspill(value))
+            elif value.op is None and value.spilled is None:
+                raise _gone_for_good()
             elif value.op is None or not self._run(value, strict=False):
                 for other in list(store.values.values()):
                     if store.may_go(other, ()):
@@ -148,11 +150,7 @@ class _Missing:
         elif value.spilled is not None:
             self.spilled.append(value)
         elif value.op is None:
-            raise ChangedGraphError(
-                "a tensor that an op read is gone, and a dropped tensor needs it",
-                where=caller(),
-                instead="keep it as it is until the backward has run",
-            )
+            raise _gone_for_good()
         else:
             return False
         return True
@@ -179,6 +177,14 @@ def _check_unchanged(value: Value) -> None:
             where=caller(),
             instead="change it after the backward, or give the forward a .clone() of it",
         )
+
+
+def _gone_for_good() -> ChangedGraphError:
+    return ChangedGraphError(
+        "what was dropped needs what a tensor held before it was changed in place, and there was no room for a copy of that",
+        where=caller(),
+        instead="change it after the backward, or give the budget more bytes",
+    )
 
 
 def _number(op: Op) -> int:

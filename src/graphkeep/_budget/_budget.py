@@ -29,8 +29,8 @@ class budget:
 
     Arguments:
         limit: bytes, as an int or a string (``2**30``, ``"512MiB"``), or a float, ``0 < limit <= 1``: that share of what the
-            first step needs, which then runs without a limit. A step ends when no graph is left alive, the first at
-            the latest when a backward without ``retain_graph`` has run. Counted are the unique
+            first step needs, which then runs without a limit. A step ends when no graph is left alive, the first with
+            a backward; a later one that needs more raises a limit that is a share. Counted are the unique
             storages that the graph holds, in forward and backward, with what is there for running again; parameters, and
             what was there before the step's first op with a history (its inputs), are not.
         device_memory: a limit, written in the same way, for all that ops allocate on the device inside (the current GPU, or the
@@ -144,15 +144,17 @@ class budget:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if not self._active:
             raise ArgumentError("this budget is not active", where=caller(), instead="with gk.budget(...) as b:")
-        self._leave()
+        fault = self._leave()
+        if error is None and fault is not None:
+            raise fault
         if self._on_exit == "bring" and error is None:
             self._holdings.bring_all()
 
-    def _leave(self) -> None:
+    def _leave(self) -> Exception | None:
         self._active = False
         try:
             self._holdings.exit()
-            LEDGER.leave(self._holdings)
+            return LEDGER.leave(self._holdings)
         finally:
             self._holdings.left()
             _one.release()

@@ -30,6 +30,7 @@ from graphkeep._ledger import LEDGER, Call, Companion, Entry, changed_error
 from graphkeep._storage import storages
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_LITTLE = 0.25  # of what a step has saved, that may live on when it has ended
 _SMALL = 1 << 20  # bytes of integers that are kept at most
 _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
@@ -40,9 +41,10 @@ class Source:
     Attributes:
         counter: once the entry has parted with its tensor, an empty one that counts changes with it.
         version: what it counted when the tensor was saved.
+        latest: the value on the same storage after changes that the tensor may not count.
     """
 
-    __slots__ = ("counter", "geometry", "holdings", "value", "version")
+    __slots__ = ("counter", "geometry", "holdings", "latest", "value", "version")
 
     def __init__(self, holdings: Holdings, value: Value, geometry: Geometry) -> None:
         self.holdings = holdings
@@ -50,6 +52,7 @@ class Source:
         self.geometry = geometry
         self.counter: torch.Tensor | None = None
         self.version = 0
+        self.latest: Value | None = None
 
     def part_with(self, entry: Entry) -> None:
         """The entry is about to let go of its tensor: go on counting whether the program changes that in place."""
@@ -126,7 +129,7 @@ class Holdings(Companion):
         if tensor.is_leaf and tensor.requires_grad:
             return
         with self._lock:
-            plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+            plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
             if plain and forward_ad._current_level < 0:  # otherwise it may have a tangent, which a storage has not
                 self._saved(entry, tensor, tensor.untyped_storage(), geometry(tensor))
             else:
@@ -270,14 +273,22 @@ class Holdings(Companion):
         if popped is None:
             return
         outermost = not self.modes.calls
-        if not self.store.values:
-            self.end_step()
-            if popped and outermost and self.modes.threads == 1:
+        if outermost and self._over(call, error):
+            self.end_step(ran=True)
+            if popped and self.modes.threads == 1:
                 self.slack.expected = self.steps.slack()
-        elif outermost and not call.retain_graph and error is None and self.steps.fix(self.store.peak):
-            self.store.new_peak()  # another graph lives on: what the first step needed is known all the same
         if not self.slack.expected and (popped or outermost):
             self.modes.on()
+
+    def _over(self, call: Call, error: BaseException | None) -> bool:
+        """Whether a step has ended with a call of the engine: no graph is left, or little, which lives on."""
+        if not self.store.values:
+            return True
+        trace = self.record.trace
+        if error is not None or call.retain_graph or not trace.saved_bytes:
+            return False
+        left = sum([value.nbytes for value in self.store.values.values() if value.trace is trace])
+        return left <= _LITTLE * trace.saved_bytes
 
     def used(self, entry: Entry) -> None:
         source = entry.source
@@ -305,27 +316,24 @@ class Holdings(Companion):
 
     # steps ----------------------------------------------------------------------------------------------------------------
 
-    def end_step(self) -> None:
-        """No graph is alive."""
+    def end_step(self, ran: bool = False) -> None:
+        """A step has ended, with a backward or without."""
         with self._lock:
-            self._end_step()
-
-    def _end_step(self) -> None:
-        without = self.steps.limit is None
-        as_expected = self.slack.end(len(self.steps.calls))
-        if as_expected is None:
-            self.steps.end(self.record.trace, self.store.peak)
-        else:
-            self.steps.end_slack(as_expected)
-        if without and self.steps.limit is not None:
-            self.store.new_peak()  # under the limit, which is a share of what it was without
-        for orphan in self._orphans:
-            self.store.let_go(orphan)
-        self._orphans.clear()
-        self._broken = False
-        self.store.rest()
-        self.record.forget()
-        self.record.small = min(_SMALL, (self.steps.limit or 0) >> 8)
+            without = self.steps.limit is None
+            as_expected = self.slack.end(len(self.steps.calls))
+            if as_expected is None:
+                self.steps.end(self.record.trace, self.store.peak, self.store.live, ran)
+            else:
+                self.steps.end_slack(as_expected)
+            if without and self.steps.limit is not None:
+                self.store.new_peak()  # under the limit, which is a share of what it was without
+            for orphan in [orphan for orphan in self._orphans if not self._needed(orphan)]:
+                self._orphans.remove(orphan)
+                self.store.let_go(orphan)
+            self._broken = self._broken and bool(self.store.values)
+            self.store.rest()
+            self.record.forget()
+            self.record.small = min(_SMALL, (self.steps.limit or 0) >> 8)
 
     # holding --------------------------------------------------------------------------------------------------------------
 
@@ -353,7 +361,9 @@ class Holdings(Companion):
             if storage is None:
                 return
             if not self.store.room(value.nbytes, ()):
-                raise self.store.too_small(value.nbytes)
+                value.kept = None  # who needs it will be refused; torch may refuse that backward before
+                self._part(value)
+                return
             with aside():
                 copy = storage.clone()
             trace = self.record.trace
@@ -375,10 +385,34 @@ class Holdings(Companion):
             value = source.value
             if source.counter is not None and source.counter._version != source.version:
                 raise self._changed(entry, source, source.counter._version)
+            if source.latest is not None:
+                value = self._later_version(entry, source, source.latest)
             self._given(entry, value)
             storage = self.again.storage(value)
             with aside():
                 return source.geometry.on(storage)
+
+    def changed(self, old: Value, new: Value) -> None:
+        """What was saved has been changed in place: where the tensor does not count that, it has what is there in the end."""
+        with self._lock:
+            for ref in [*old.slots.values(), *old.late]:
+                entry: Any = ref()
+                if entry is not None and entry.source is not None:
+                    entry.source.latest = new
+                    new.late.append(ref)
+
+    def _later_version(self, entry: Entry, source: Source, latest: Value) -> Value:
+        old = source.value
+        ref = old.slots.pop(entry.number, None)
+        if not old.slots:
+            self.store.values.pop(id(old), None)
+            self.store.let_go(old)
+        if ref is not None:
+            latest.slots[entry.number] = ref
+            latest.last = max(latest.last, entry.node)
+            self.store.values[id(latest)] = latest
+        source.value, source.latest = latest, None
+        return latest
 
     def _changed(self, entry: Entry, source: Source, version: int) -> RuntimeError:
         """Make torch's error for a saved tensor that was changed in place."""

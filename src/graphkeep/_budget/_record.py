@@ -121,7 +121,7 @@ _set_versions: Any = torch._C._autograd._unsafe_set_version_counter
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in _PLAIN and tensor.layout is _strided and not tensor.is_nested
+    return type(tensor) in _PLAIN and tensor.layout is _strided and not tensor.is_nested and not tensor.is_quantized
 
 
 class Mode(TorchDispatchMode):
@@ -174,6 +174,9 @@ class Owner(Protocol):
 
     def follow(self, old: Value, new: Value, storage: Storage) -> None:
         """Who has saved the first of two values on the same storage has the second from now on."""
+
+    def changed(self, old: Value, new: Value) -> None:
+        """What somebody has saved was changed in place: a version error, unless what was saved does not count that change."""
 
     def end_step(self) -> None:
         """The first op runs after the last graph has gone."""
@@ -336,8 +339,14 @@ class Record:
         old = value or leaf
         if old is not None and not old.apart:
             new = self._make(None, 0, storage)
-            owner = self.owner()
-            if not counted and old.slots and owner is not None:
+            self._tell(old, new, storage, counted)
+
+    def _tell(self, old: Value, new: Value, storage: Storage, counted: bool) -> None:
+        owner = self.owner()
+        if owner is not None and (old.slots or old.late):
+            if counted:
+                owner.changed(old, new)
+            else:
                 owner.follow(old, new, storage)
 
     # arguments and results ------------------------------------------------------------------------------------------------
@@ -361,7 +370,7 @@ class Record:
         return self._ref(tree, values) if isinstance(tree, torch.Tensor) else tree
 
     def _ref(self, tensor: torch.Tensor, values: dict[int, Value]) -> Ref:
-        if type(tensor) not in _PLAIN or tensor.layout is not _strided or tensor.is_nested:
+        if not _plain(tensor):
             raise _OpaqueError
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -439,9 +448,7 @@ class Record:
             if not old.apart:
                 new = self._make(op, place, storage, tensor)
                 new.version += counted  # torch counts it after the op has run
-                owner = self.owner()
-                if not counted and old.slots and owner is not None:
-                    owner.follow(old, new, storage)
+                self._tell(old, new, storage, counted)
 
 
 def _has_hooks(leaf: Any) -> bool:

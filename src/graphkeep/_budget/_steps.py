@@ -66,35 +66,42 @@ class Steps:
         """The plan to go by, if there is one that fits."""
         return self.plan if self.plan is not None and self.plan.fits else None
 
-    def end(self, trace: Trace, peak: int) -> None:
-        """A step has ended: learn from it."""
+    def end(self, trace: Trace, peak: int, carried: int, ran: bool) -> None:
+        """A step has ended: learn from it.
+
+        Arguments:
+            peak: bytes that were held at most.
+            carried: bytes that are held still, by graphs that live on.
+            ran: whether a backward has ended it.
+        """
         saves, followed, calls = self._saves, self.plan, tuple(self.calls)
         self._saves, self.plan, self.calls = [], None, []
         if not trace.events or trace.closed:
             return
         self.count += 1
         self.last = trace
-        self.fix(peak)
-        if self.share is not None and self.count == 1:
-            least = smallest(trace)
-            self.too_small = least if self.planning and least > (self.limit or 0) else 0
+        if ran and self.share is not None:
+            self._share(trace, peak)
         if self.limit is None or not self.planning or not saves:
             return
-        if followed is not None and len(followed.saves) == len(saves):
+        if followed is not None and len(followed.saves) == len(saves) and followed.limit <= self.limit - carried:
             self._follow(followed, trace)
             self._steady += 1
         elif self._comes_again(saves):
             self._steady = min(self._steady, 0)
-            self._learn(self._plan(trace))
+            self._learn(self._plan(trace, carried))
         if self.plans and self.plans[-1].saves == saves:
             self.plans[-1].calls = calls
 
-    def fix(self, peak: int) -> bool:
-        """Make the share a limit, of what was needed so far; whether that was still to be done."""
-        if self.limit is not None or self.share is None or not peak:
-            return False
-        self.limit = max(int(self.share * peak), 1)
-        return True
+    def _share(self, trace: Trace, peak: int) -> None:
+        """Make the share a limit; a step that needs more than those before raises it."""
+        assert self.share is not None
+        if self.limit is None:
+            self.limit = max(int(self.share * peak), 1)
+            least = smallest(trace)
+            self.too_small = least if self.planning and least > self.limit else 0
+        elif self.plan_of(trace) is None:
+            self.limit = max(self.limit, int(self.share * trace.peak(())[0]))
 
     def slack(self) -> tuple[int, ...]:
         """What the next step will save, if it is like the last and nothing of it has to be dropped; empty if not known."""
@@ -120,13 +127,13 @@ class Steps:
         trace.ops = [new._replace(seconds=min(new.seconds, old.seconds)) for new, old in pairs]
         followed.trace = trace
         if used in _AGAIN:
-            self._learn(self._plan(trace), used)
+            self._learn(self._plan(trace, (self.limit or 0) - followed.limit), used)
             self._in_vain = 0
 
-    def _plan(self, trace: Trace) -> Plan:
+    def _plan(self, trace: Trace, carried: int) -> Plan:
         assert self.limit is not None
         forward = sum([op.seconds for op in trace.ops])
-        return plan(trace, self.limit, min(max(_PATIENCE * forward, _SHORTEST), PATIENCE))
+        return plan(trace, max(self.limit - carried, 1), min(max(_PATIENCE * forward, _SHORTEST), PATIENCE))
 
     def _comes_again(self, saves: list[tuple[int, int]]) -> bool:
         key = hash(tuple(saves))

@@ -69,6 +69,7 @@ class Trace:
         self.events: list[tuple[str, int]] = []
         self.nodes: list[int] = []
         self.closed = False
+        self.saved_bytes = 0
         self.first_readers: dict[int, int] = {}  # of values that cannot be made again, the first op that read each
 
     def add_op(self, op: Op) -> int:
@@ -108,6 +109,7 @@ class Trace:
             self.values[number].pinned = value.pinned
         if what == "save":
             self.values[number].nodes.append(node)
+            self.saved_bytes += value.nbytes
 
     def note_number(self, what: str, number: int, node: int) -> None:
         """The same, for a value that may be gone."""

@@ -155,6 +155,7 @@ class Value:
         slots: the entries that stand on it, by number.
         outside: whether a custom function holds it.
         last: the highest number of a node that has saved it.
+        late: entries that stand on an earlier version of its storage.
     """
 
     __slots__ = (
@@ -165,6 +166,7 @@ class Value:
         "held",
         "kept",
         "last",
+        "late",
         "nbytes",
         "number",
         "op",
@@ -197,6 +199,7 @@ class Value:
         self.outside = False
         self.last = 0
         self.readers: list[weakref.ref[Op]] = []
+        self.late: list[weakref.ref[Any]] = []
         self.spilled: Any = None
         self.trace: Any = None
         self.number = -1
