@@ -32,13 +32,22 @@ BYTES = 4 * N * N
 
 @dataclass(frozen=True)
 class Kind:
-    """A program; the errors that it may end with; whether some of what it saves can be dropped."""
+    """A program.
+
+    Attributes:
+        raises: the errors that it may end with.
+        drops: whether some of what it saves can be dropped.
+        may_be_refused: whether what it does may be refused where something is dropped.
+        varies: whether what it holds at most depends on how its threads are scheduled.
+    """
 
     name: str
     group: str
     body: Callable[[], object]
     raises: tuple[type[BaseException] | None, ...] = (None,)
     drops: bool = True
+    may_be_refused: bool = False
+    varies: bool = False
 
     def __str__(self) -> str:
         return f"{self.group}: {self.name}"
@@ -47,9 +56,9 @@ class Kind:
 KINDS: list[Kind] = []
 
 
-def kind(group: str, raises: type[BaseException] | None = None, drops: bool = True) -> Callable[[Any], Any]:
+def kind(group: str, raises: type[BaseException] | None = None, **options: bool) -> Callable[[Any], Any]:
     def add(body: Callable[[], object]) -> Callable[[], object]:
-        KINDS.append(Kind(body.__name__.replace("_", " ").strip(), group, body, (raises,), drops))
+        KINDS.append(Kind(body.__name__.replace("_", " ").strip(), group, body, (raises,), **options))
         return body
 
     return add
@@ -492,7 +501,9 @@ def _add_changes() -> None:
     for what, change in CHANGES.items():
         for how, use in USES.items():
             body = functools.partial(_changed, change, use)
-            KINDS.append(Kind(f"{what}; {how}", "changed", body, (None, RuntimeError)))  # eager says which of them raise
+            outside = what == "the input, outside torch"
+            # eager says which of them raise
+            KINDS.append(Kind(f"{what}; {how}", "changed", body, (None, RuntimeError), may_be_refused=outside))
 
 
 _add_changes()
@@ -1426,7 +1437,7 @@ def the_step_in_another_thread():
     return net.state_dict(), len(out)
 
 
-@kind("threads")
+@kind("threads", varies=True)
 def several_threads_at_once():
     weights = [weight(k) for k in range(4)]
 
@@ -1481,7 +1492,7 @@ def a_graph_that_is_run_later_after_its_input_has_changed():
     return Later(lambda: (x.zero_(), loss.backward(), w.grad)[2])
 
 
-@kind("left")
+@kind("left", drops=False)
 def a_graph_that_nobody_runs():
     w = weight()
     loss = loss_of(deep(w, 3))

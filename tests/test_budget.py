@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from budget_kinds import BYTES, KINDS, Kind, N, deep, linear, loss_of, net_of, square, trained, weight
-from budgets import WIDE, allocated, faults, fitted, nothing_of_a_budget_left, under
+from budgets import WIDE, allocated, faults, fitted, nothing_of_a_budget_left, under, warm_up
 from outcomes import active_hooks, compared, patched, run
 from torch import Tensor, nn
 from torture import PROGRAMS, Later, Program, gradient
@@ -23,6 +23,7 @@ import graphkeep as gk
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_objects_thaw() -> Iterator[None]:
+    warm_up()
     yield
     gc.unfreeze()
 
@@ -33,6 +34,7 @@ def frozen_objects_thaw() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_kind_of_program_is_as_in_eager(kind: Kind) -> None:
+    spill = ("recompute", "host", "both")[KINDS.index(kind) % 3]
     run(kind.body, nullcontext)  # what torch does only once
     gc.freeze()
     before = patched()
@@ -43,12 +45,13 @@ def test_a_kind_of_program_is_as_in_eager(kind: Kind) -> None:
     assert budget.recomputed_ops == 0
     full, smallest = budget.peak, budget.smallest or 1
     del budget
-    for limit in (full * 2 // 3, smallest):
-        with nothing_of_a_budget_left():
-            fit = fitted(kind.body, max(limit, 1))
-        assert faults(plain, fit) == []
-        assert fit.limit <= full
-    if kind.drops and plain.raised is None:
+    with nothing_of_a_budget_left():
+        fits = [fitted(kind.body, max(full * 2 // 3, 1), spill=spill), fitted(kind.body, smallest)]
+    for fit in fits:
+        if not (kind.may_be_refused and fit.outcome.raised and fit.outcome.raised[0] is gk.ChangedGraphError):
+            assert faults(plain, fit) == []
+        assert fit.limit <= full or kind.varies
+    if kind.drops and plain.raised is None and not kind.may_be_refused:
         assert fit.limit < full
         assert fit.recomputed > 0
     after = patched()
@@ -65,46 +68,70 @@ def test_a_graph_that_outlives_the_context_was_brought_back(kind: Kind) -> None:
     assert compared(plain, fit.outcome) == []
 
 
-# What differs under any saved-tensor hooks of torch, as under `gk.watch` (see test_watch_torture.py).
-HOOKED = (
-    "custom: identity of a saved intermediate",
-    "custom: identity of a saved view of a parameter",
-    "reading: collector sees the same tensors",
-    "lifetimes: reference counts of tensors",
-    "lifetimes: use counts of tensors",
-    "reading: saved input is the tensor itself",
-    "subclasses: subclass read from the node",
-    "subclasses: wrapper ops in backward",
-    "modes: dispatch mode around backward saved leaves",
-    "modes: dispatch mode around backward saved intermediates",
-    "modes: dispatch mode around double backward",
-    "compile: made into an fx graph",
-    "own hooks: asks for the pair that is active",
-    "own hooks: registered on one saved tensor",
-    "own hooks: register hooks on a saved output",
-    "own hooks: raw saved tensors",
-    "modes: anomaly with a function that raises",
-    "modes: anomaly in a double backward",
-    "modes: anomaly nan",  # these two quote the stack, on which the budget is
-    "modes: anomaly with a tensor changed in place",
+# What a program can see of a budget that drops nothing: each still differs (else it must leave this list). The first of the
+# reasons are those of any saved-tensor hooks of torch, as under `gk.watch` (see test_watch_torture.py).
+_DETACHED = "what a node saved of its output is a detached tensor that Python can see"
+_REWRAPPED = "torch makes a new tensor of what an unpack hook returns, with one more `detach`"
+_OWN_PAIR = "the budget's pair of hooks is the one that is there"
+_QUOTED = "the stack that anomaly mode quotes has frames of graphkeep in it"
+_LOOKED_AT = "what a function or an op is given is looked at, through functions that the program can override"
+_FORMULAS = "with a dispatch mode active and `create_graph`, torch takes other formulas, whose last bits differ"
+DIFFERS = {
+    "reading: collector sees the same tensors": _DETACHED,
+    "lifetimes: reference counts of tensors": "a saved input is held by its Python object",
+    "lifetimes: use counts of tensors": "a saved input is held by its Python object",
+    "reading: saved input is the tensor itself": _REWRAPPED,
+    "subclasses: wrapper ops in backward": _REWRAPPED,
+    "modes: dispatch mode around backward saved leaves": _REWRAPPED,
+    "modes: dispatch mode around backward saved intermediates": _REWRAPPED,
+    "modes: dispatch mode around double backward": _REWRAPPED,
+    "compile: made into an fx graph": _REWRAPPED,
+    "own hooks: asks for the pair that is active": _OWN_PAIR,
+    "own hooks: registered on one saved tensor": _OWN_PAIR,
+    "own hooks: register hooks on a saved output": _OWN_PAIR,
+    "own hooks: raw saved tensors": _OWN_PAIR,
+    "modes: anomaly with a function that raises": _QUOTED,
+    "modes: anomaly in a double backward": _QUOTED,
+    "modes: anomaly nan": _QUOTED,
+    "modes: anomaly with a tensor changed in place": _QUOTED,
+    "modes: function mode around a step": _LOOKED_AT,
+    "subclasses: subclass saved by a function": _LOOKED_AT,
+    "higher order: hessian by hand": _FORMULAS,
+}
+# Once something is dropped, its storage dies earlier than in eager torch, and the program sees when.
+EARLIER = (
+    "lifetimes: saved input never run",
+    "lifetimes: partial backward",
+    "lifetimes: views and their base",
+    "lifetimes: python attributes of saved tensors",
+    "lifetimes: cycle through a hook",
+    "lifetimes: overwritten in place",
 )
+LONG = ("reading: very deep graph is dropped", "reading: deep graph is run")  # the smallest limit takes long to find
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("program", [p for p in PROGRAMS if str(p) not in HOOKED], ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_a_program_of_the_torture_is_as_in_eager(program: Program) -> None:
     run(program.body, nullcontext)
     gc.freeze()
     before = patched()
     plain = run(program.body, nullcontext)
     wide, budget, _ = under(program.body, WIDE)
-    assert compared(plain, wide) == []
-    tight = fitted(program.body, budget.smallest or 1)
-    assert faults(plain, tight) == []
-    assert tight.limit <= max(budget.peak, 1)
+    if str(program) in DIFFERS:
+        assert compared(plain, wide), f"equal now: {DIFFERS[str(program)]}"
+    else:
+        assert compared(plain, wide) == []
+        if str(program) not in LONG:
+            found = faults(plain, fitted(program.body, budget.smallest or 1))
+            assert all("dies" in fault for fault in found) if str(program) in EARLIER else found == []
     after = patched()
     assert [k for k in before if after.get(k) is not before[k]] == []
     assert active_hooks() is None
+
+
+def test_what_differs_is_a_program() -> None:
+    assert set(map(str, PROGRAMS)) >= {*DIFFERS, *EARLIER, *LONG}
 
 
 # the cap, measured from outside --------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ TYPES: dict[str, Any] = {
     "true": True,
     "false": False,
     "a tensor": torch.ones(()),
-    "a tensor of integers": torch.tensor(2**30),
+    "a tensor of two integers": torch.tensor([2**30, 2**30]),
     "a list": [2**30],
     "bytes": b"2GiB",
     "a complex number": 1j,

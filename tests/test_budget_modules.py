@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import WIDE, faults, fitted, under
+from budgets import WIDE, faults, fitted, under, warm_up
 from outcomes import compared, run
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -25,6 +25,7 @@ PARTS = 6
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_objects_thaw() -> Iterator[None]:
+    warm_up()
     yield
     gc.unfreeze()
 

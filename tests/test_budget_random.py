@@ -8,23 +8,47 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import WIDE, fitted, nothing_of_a_budget_left, under
-from outcomes import compared, run
+from budgets import WIDE, fitted, nothing_of_a_budget_left, under, warm_up
+from outcomes import Outcome, compared, run, tensors_alive
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import graphkeep as gk
-from graphkeep._ledger import LEDGER, Call, Entry
+from graphkeep._budget import _record
 
-PROGRAMS_A_TEST = 20
+PROGRAMS_A_TEST = 12
 TESTS = 10
 SHARES = {"unary": 50, "binary": 33, "in place": 8, "delete": 16, "change": 3, "no grad": 4}
+
+
+class Twice(torch.autograd.Function):
+    """Saves its input, its output, and something else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x * 2
+        ctx.save_for_backward(x, y, x.sin())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, y, z = ctx.saved_tensors
+        return grad * 2 + 0 * (x + y + z)
+
+
+def twice(x: Tensor) -> Tensor:
+    return Twice.apply(x)
+
+
+def checkpointed(x: Tensor) -> Tensor:
+    return checkpoint(lambda t: t.sin().tanh(), x, use_reentrant=False)
+
 
 UNARY: list[Callable[[Tensor], Tensor]] = [
     torch.sin,
@@ -50,10 +74,10 @@ UNARY: list[Callable[[Tensor], Tensor]] = [
     lambda t: t[torch.arange(len(t)).flip(0)].cos(),
     lambda t: t.bfloat16().sin().float(),
     lambda t: torch.complex(t, t).tanh().real,
-    lambda t: checkpoint(lambda u: u.sin().tanh(), t, use_reentrant=False),
+    checkpointed,
     lambda t: t * float(t.detach().mean()),
     lambda t: t.sin() if float(t.detach().sum()) > 0 else t.cos(),
-    lambda t: Twice.apply(t),
+    twice,
     lambda t: t.detach().sin() + t,
     lambda t: torch.unbind(t)[0].expand_as(t) * t,
 ]
@@ -82,44 +106,27 @@ IN_PLACE: list[Callable[[Tensor], object]] = [
 ]
 
 
-class Twice(torch.autograd.Function):
-    """Saves its input, its output, and something else."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x * 2
-        ctx.save_for_backward(x, y, x.sin())
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x, y, z = ctx.saved_tensors
-        return grad * 2 + 0 * (x + y + z)
-
-
-@dataclass
-class Hands:
-    """The tensors that the program itself holds right now."""
-
-    tensors: list[Tensor] = field(default_factory=list)
-
-
 class RandomProgram:
-    """A program drawn from a seed, that does the same each time it is called."""
+    """A program drawn from a seed, that does the same each time it is called.
+
+    Attributes:
+        look: is called, while no op runs, with the tensors that the program itself holds.
+        plain: whether nothing in it holds tensors in passing that are neither the program's nor the graph's.
+    """
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
         self.seed = seed
         self.n = rng.choice([8, 16, 32])
-        kinds = rng.choices(
-            ["unary", "binary", "in place", "delete", "change", "no grad"], [50, 33, 8, 16, 3, 4], k=rng.randint(5, 40)
-        )
+        kinds = rng.choices(list(SHARES), list(SHARES.values()), k=rng.randint(5, 40))
         self.ops = [(kind, rng.random(), rng.random(), rng.random()) for kind in kinds]
         self.outputs = rng.randint(1, 3)
         self.retains = rng.random() < 0.3
         self.creates = rng.random() < 0.15
         self.steps = rng.randint(1, 3)
-        self.hands = Hands()
+        used = {UNARY[int(b * len(UNARY))] for kind, _, b, _ in self.ops if kind == "unary"}
+        self.plain = not self.creates and not used & {checkpointed, twice}
+        self.look: Callable[[list[Tensor]], object] | None = None
 
     def __str__(self) -> str:
         return f"program {self.seed}"
@@ -135,13 +142,17 @@ class RandomProgram:
             except gk.BudgetError:
                 raise
             except RuntimeError as error:
-                errors.append(str(error))
-            finally:
-                self.hands.tensors = []
+                # torch goes on to say what it is, which output of which node; nobody knows that of a tensor that was dropped
+                errors.append(str(error).partition(": [torch.")[0])
         return [leaf.grad for leaf in leaves], leaves, data, buffer, errors
 
+    def _looked(self, own: list[Tensor], held: list[Tensor], *gradient: Tensor) -> None:
+        if self.look is not None:
+            self.look([*own, *held, *(t.grad for t in own if t.grad is not None), *gradient])
+
     def _step(self, leaves: list[Tensor], data: Tensor, buffer: Tensor) -> None:
-        held = self.hands.tensors = [*(leaf * 1.0 for leaf in leaves), *leaves, data]
+        own = [*leaves, data, buffer]
+        held = [*(leaf * 1.0 for leaf in leaves), *leaves, data]
         for kind, a, b, c in self.ops:
             one = held[int(a * len(held))]
             if kind == "unary":
@@ -163,7 +174,10 @@ class RandomProgram:
             else:
                 with torch.no_grad():
                     held.append(one.sin() * 0.5)
+            if self.look is not None and a < 0.3 and one.requires_grad and not one.is_leaf:
+                one.register_hook(lambda grad: self._looked(own, [], grad))
             del one
+            self._looked(own, held)
         loss = sum((t.square().mean() for t in held[-self.outputs :]), leaves[0].sum() * 0)
         held.clear()
         if self.creates:
@@ -175,70 +189,77 @@ class RandomProgram:
         loss.backward()
 
 
-class Meter:
-    """Listens beside the budget: which storages that were saved are alive, and not in the program's own hands."""
+NEGLIGIBLE = (4, 8, 5056)  # bytes: of a number; of the state of a generator, from which a result is drawn again
 
-    def __init__(self, hands: Hands) -> None:
-        self.hands = hands
-        self.saves: dict[int, weakref.ref[Any]] = {}
-        self.entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
-        self.before = True  # there is no graph yet: what is saved was there before
+
+class Alive:
+    """The most bytes that were alive and not in the program's own hands, counted by going through all of Python's objects.
+
+    Everything that is saved inside a budget is a Python object, and gradients that only torch holds are none.
+    """
+
+    def __init__(self) -> None:
         self.most = 0
+        self.before: list[torch.UntypedStorage] = []
+        self.seen: dict[int, weakref.ref[Any]] = {}  # gradients that hooks have been given: torch may hold them still
 
-    def look(self, but: Tensor | None = None) -> None:
-        known = {t.untyped_storage()._cdata for t in [*self.hands.tensors, *([] if but is None else [but])]}
-        held = {}
-        for ref in self.saves.values():
-            storage = ref()
-            if storage is not None and storage._cdata not in known:
-                held[storage._cdata] = storage.nbytes()
-        self.most = max(self.most, sum(held.values()))
+    def __enter__(self) -> None:
+        self.most = 0
+        self.before = [t.untyped_storage() for t in tensors_alive()]
 
-    def saved(self, entry: Entry) -> None:
-        tensor = entry.tensor
-        self.look(tensor)
-        if not (tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)):
-            storage = tensor.untyped_storage()
-            self.saves[id(storage)] = weakref.ref(storage)
+    def __exit__(self, *_: object) -> None:
+        self.before = []
 
-    def died(self, entry: Entry, call: Call | None) -> None:
-        self.look()
-
-    def failed(self, error: Exception) -> None:
-        raise error
-
-    def begins(self, call: Call) -> None:
-        self.look()
-
-    def ends(self, call: Call, error: BaseException | None) -> None:
-        self.look()
-
-    def used(self, entry: Entry) -> None:
-        pass
-
-    def reused(self, entry: Entry, earlier: int, call: Call) -> None:
-        pass
+    def look(self, own: list[Tensor]) -> None:
+        if own and torch._C._current_graph_task_id() >= 0:
+            self.seen[own[-1].untyped_storage()._cdata] = weakref.ref(own[-1].untyped_storage())
+        given = [storage for ref in self.seen.values() if (storage := ref()) is not None]
+        mine = {s._cdata for s in [*self.before, *given, *(t.untyped_storage() for t in own)]}
+        found: dict[int, int] = {}
+        for thing in gc.get_objects():
+            kind = type(thing)
+            if kind is Tensor:
+                if thing.layout is not torch.strided or thing.is_nested:
+                    continue
+                thing = thing.untyped_storage()
+            elif kind is not torch.UntypedStorage:
+                continue
+            if thing._cdata not in mine and thing.nbytes() not in NEGLIGIBLE and thing.filename is None:
+                found[thing._cdata] = thing.nbytes()
+        self.most = max(self.most, sum(found.values()))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_objects_thaw() -> Iterator[None]:
+    warm_up()
     yield
     gc.unfreeze()
 
 
-def metered(program: RandomProgram, meter: Meter) -> Callable[[], object]:
-    def body() -> object:
-        LEDGER.join(meter)
-        try:
-            return program()
-        finally:
-            LEDGER.leave(meter)
+def different(plain: Outcome, other: Outcome) -> list[str]:
+    """What is not as in eager. Of a graph that lies in a cycle with itself, there too, other objects can be seen."""
+    return compared(plain, replace(other, left=plain.left) if plain.left else other)
 
-    return body
+
+def looked_at(program: RandomProgram) -> tuple[Callable[[], object], Alive]:
+    alive = Alive()
+
+    def body() -> object:
+        program.look = alive.look if program.plain else None
+        try:
+            with alive:
+                return program()
+        finally:
+            program.look = None
+
+    return body, alive
 
 
 @pytest.mark.parametrize("part", range(TESTS))
-def test_a_random_program_is_as_in_eager_and_within_its_limit(part: int) -> None:
+def test_a_random_program_is_as_in_eager_and_within_its_limit(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if part % 2:  # random results are drawn again, however small
+        monkeypatch.setattr(_record, "SMALL", 0)
+    options: dict[str, Any] = {"spill": ("recompute", "recompute", "recompute", "both", "host")[part % 5]}
     seen: Counter[str] = Counter()
     run(RandomProgram(0), nullcontext)
     gc.freeze()
@@ -247,39 +268,25 @@ def test_a_random_program_is_as_in_eager_and_within_its_limit(part: int) -> None
         plain = run(program, nullcontext)
         assert plain.raised is None, (seed, plain.raised)
         wide, budget, _ = under(program, WIDE)
-        assert compared(plain, wide) == [], seed
+        assert different(plain, wide) == [], seed
         full = budget.peak
         if not full:
             continue
-        shares = random.Random(seed).sample([0.15, 0.3, 0.45, 0.6, 0.75, 0.9], 2)
-        limits: list[Any] = [max(int(full * share), 1) for share in shares] + [budget.smallest or 1]
-        for limit in limits:
-            meter = Meter(program.hands)
-            with nothing_of_a_budget_left():
-                fit = fitted(metered(program, meter), limit)
-            assert compared(plain, fit.outcome) == [], (seed, limit)
+        share = random.Random(seed).choice([0.15, 0.3, 0.45, 0.6, 0.75, 0.9])
+        for limit in (max(int(full * share), 1), budget.smallest or 1):
+            body, alive = looked_at(program)
+            with nullcontext() if plain.left else nothing_of_a_budget_left():
+                fit = fitted(body, limit, **options)
+            assert different(plain, fit.outcome) == [], (seed, limit)
             assert fit.peak <= fit.limit <= full, (seed, limit)
             assert fit.live == 0, (seed, limit)
-            if not program.creates:
-                assert meter.most <= fit.limit, (seed, limit)
+            assert alive.most <= fit.limit, (seed, limit)
+            seen["dropped"] += fit.peak < full
             seen["recomputed"] += fit.recomputed > 0
             seen["raised as in eager"] += bool(plain.result[4])  # type: ignore[index]
-            seen["much held"] += meter.most > fit.limit // 2
-    assert seen["recomputed"] > PROGRAMS_A_TEST
+            seen["much held"] += alive.most > fit.limit // 2
+    print(part, options, dict(seen))
+    assert seen["dropped"] > PROGRAMS_A_TEST
+    assert (seen["recomputed"] > PROGRAMS_A_TEST // 2) == (options["spill"] != "host")
     assert seen["raised as in eager"] > 0
-    assert seen["much held"] > PROGRAMS_A_TEST
-
-
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 1.0])
-def test_a_random_program_under_a_fraction_of_what_it_needs(share: float) -> None:
-    recomputed = 0
-    for seed in range(1000, 1000 + PROGRAMS_A_TEST):
-        program = RandomProgram(seed)
-        plain = run(lambda program=program: [program() for _ in range(3)], nullcontext)
-        outcome, budget, stated = under(lambda program=program: [program() for _ in range(3)], share)
-        if stated:
-            assert budget.limit < stated[0], seed
-            continue
-        assert compared(plain, outcome) == [], seed
-        recomputed += budget.recomputed_ops
-    assert (recomputed > PROGRAMS_A_TEST) == (share < 1.0)
+    assert seen["much held"] > PROGRAMS_A_TEST // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 from types import TracebackType
@@ -84,8 +85,9 @@ class budget:
             )
         name = "limit" if limit is not None else "device_memory"
         given: Any = limit if limit is not None else device_memory
-        if not isinstance(given, (bool, str, float)) and hasattr(given, "__index__"):
-            given = operator.index(given)
+        if not isinstance(given, (bool, str, float)):
+            with contextlib.suppress(TypeError):
+                given = operator.index(given)
         if isinstance(given, bool) or not isinstance(given, (int, float, str)):
             raise ArgumentTypeError(
                 f"{name}={given!r} is {type(given).__name__}",

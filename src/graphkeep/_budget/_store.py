@@ -190,7 +190,7 @@ class Store:
         if plan is not None:
             for number in plan.later.get((len(self.record.trace.events) + back, k), ()):
                 value = self.numbered.get(number)
-                if value is not None and value.held is not None and id(value) not in self.in_use:
+                if value is not None and self.may_go(value, ()):
                     self.drop(value)
 
     def may_go(self, value: Value, spare: Container[int]) -> bool:
