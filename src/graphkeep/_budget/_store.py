@@ -233,7 +233,9 @@ class Store:
         limit = self.steps.limit or 0
         least = max(self.live + need, limit + 1)
         if self.host is None and self.meter is None:
-            least = max(self.steps.smallest(self.record.trace), least, self.steps.too_small)
+            # what is missing now may be more than the whole step needs with less dropped
+            planned = max(self.steps.smallest(self.record.trace), self.steps.too_small)
+            least = planned if planned > limit else least
         what = "the graph cannot be held in" if self.meter is None else "what the step allocates does not fit in"
         call = f"gk.budget({least})" if self.meter is None else f"gk.budget(device_memory={least})"
         error = BudgetError(
