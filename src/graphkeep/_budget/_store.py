@@ -128,6 +128,8 @@ class Store:
         host = self.host
         if host is None or value.spilled is not None or storage is None:
             return
+        if not value.current and storage is value.alive():
+            return  # it was changed in place since
         copied = host.seconds(value.nbytes, storage.device)
         if value.op is None or value.pinned or not self.recompute or self._cost(value) > copied:
             with aside():
