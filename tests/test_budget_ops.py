@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphkeep._budget import _record
 from graphkeep._budget._holdings import Holdings
 from graphkeep._ledger import LEDGER
 
@@ -18,7 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
-SAMPLES = 2
+SAMPLES = 1
 
 
 @contextlib.contextmanager
@@ -92,7 +93,10 @@ CASES = [(op, dtype) for op in op_db for dtype in DTYPES if dtype in op.supporte
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(8))
-def test_an_operator_of_torchs_database_has_its_gradients_when_all_is_dropped(part: int) -> None:
+def test_an_operator_of_torchs_database_has_its_gradients_when_all_is_dropped(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_record, "SMALL", 0)  # random results are drawn again, however small
     wrong, replayed, checked = [], 0, 0
     for op, dtype in CASES[part::8]:
         samples = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=True), SAMPLES)
@@ -116,4 +120,4 @@ def test_an_operator_of_torchs_database_has_its_gradients_when_all_is_dropped(pa
                 wrong.append(f"{name}: {holdings.store.live} B left")
     assert wrong == []
     assert checked > 80
-    assert replayed > 50
+    assert replayed > 35
