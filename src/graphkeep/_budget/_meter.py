@@ -67,13 +67,15 @@ class Meter:
             return 0
         return sum(math.prod(t.shape) * t.element_size() for t in tensors_in(out))
 
-    def saw(self, tree: Any) -> None:
-        """Count the results of an op that are new."""
+    def saw(self, tree: Any, changed: list[torch.Tensor]) -> None:
+        """Count the results of an op that are new, which those that it has changed are not."""
         if self.device.type == "cpu":
+            known = {storage._cdata for tensor in changed for storage in storages(tensor)}
             for tensor in tensors_in(tree):
                 if tensor.device.type == "cpu":
                     for storage in storages(tensor):
-                        self.add(storage)
+                        if storage._cdata not in known:
+                            self.add(storage)
         self.peak = max(self.peak, self.live)
 
     def add(self, storage: Storage) -> None:

@@ -150,7 +150,7 @@ class Mode(TorchDispatchMode):
         if self.meter is not None and self.room is not None:
             self.room(self.meter.need(func, kind, args, kwargs or {}))
             out = self._run(func, kind, args, kwargs)
-            self.meter.saw(out)
+            self.meter.saw(out, changed(kind, args, kwargs or {}))
             return out
         return self._run(func, kind, args, kwargs)
 
