@@ -786,6 +786,20 @@ def _custom(function: Callable[[Tensor], Tensor]) -> object:
 KINDS.extend(Kind(name, "custom", functools.partial(_custom, function)) for name, function in FUNCTIONS.items())
 
 
+def _nested(layout: torch.layout) -> object:
+    w = weight()
+    for _ in range(2):
+        h = deep(w)
+        nested = torch.nested.as_nested_tensor([h[:5], h[5:9], h[9:]], layout=layout)
+        rows = F.gelu(nested * 2)
+        loss_of(deep(torch.cat([*rows.unbind(), h]))).backward()
+    return w.grad
+
+
+for _layout in (torch.strided, torch.jagged):
+    KINDS.append(Kind(f"nested, {str(_layout)[6:]}", "subclass", functools.partial(_nested, _layout)))
+
+
 @kind("custom")
 def outside_torch_and_back_without_a_function():
     w = weight()
@@ -1284,6 +1298,17 @@ def a_loader():
 
 
 @kind("training")
+def a_loader_with_a_worker():
+    net = net_of()
+    torch.manual_seed(4)
+    dataset = torch.utils.data.TensorDataset(data(2 * N, N, seed=2), data(2 * N, N, seed=3))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=N, shuffle=True, num_workers=1)
+    for x, y in loader:
+        F.mse_loss(net(x), y).backward()
+    return [p.grad for p in net.parameters()]
+
+
+@kind("training")
 def mixed_precision():
     net = net_of(nn.LayerNorm(N))
     optimizer = _adam(net)
@@ -1503,10 +1528,19 @@ def a_graph_that_nobody_runs():
 # compiled
 
 
-@kind("compile", drops=False)
+@kind("compile")
 def a_compiled_module():
+    return _compiled(fullgraph=False)
+
+
+@kind("compile")
+def a_compiled_module_in_one_graph():
+    return _compiled(fullgraph=True)
+
+
+def _compiled(fullgraph: bool) -> object:
     net = net_of()
-    compiled = torch.compile(net, backend="aot_eager")
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=fullgraph)
     for k in range(2):
         loss_of(deep(compiled(square(k)))).backward()
     return [p.grad for p in net.parameters()]

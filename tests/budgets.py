@@ -56,10 +56,10 @@ def warm_up() -> None:
         torch.ones(2, requires_grad=True).sin().sum().backward()
 
 
-def under(body: Callable[[], object], limit: Any, **options: Any) -> tuple[Outcome, Any, list[int]]:
+def under(body: Callable[[], object], limit: Any, of: str = "limit", **options: Any) -> tuple[Outcome, Any, list[int]]:
     """The program under a budget: what came of it, the budget, and the limit that a `BudgetError` stated."""
     stated: list[int] = []
-    budget = gk.budget(limit, **options)
+    budget = gk.budget(**{of: limit}, **options)
 
     def watched() -> object:
         try:
