@@ -59,9 +59,10 @@ class Meter:
     def _ask(self, func: Any, args: Any, kwargs: Any) -> int:
         try:
             with aside():
-                out = func(
-                    *_meta(args), **{k: v for k, v in _meta(kwargs).items() if k not in ("generator", "device", "pin_memory")}
-                )
+                left = {k: v for k, v in _meta(kwargs).items() if k not in ("generator", "device", "pin_memory")}
+                if any(argument.name == "device" for argument in func._schema.arguments):
+                    left["device"] = "meta"  # elsewhere it would draw from the program's generator
+                out = func(*_meta(args), **left)
         except Exception:  # no meta kernel, or a size that depends on values: nothing can be said before
             return 0
         return sum(math.prod(t.shape) * t.element_size() for t in tensors_in(out))
