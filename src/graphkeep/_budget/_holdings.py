@@ -7,7 +7,6 @@ may be dropped. A node that asks for a dropped one has it brought back (`_again`
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -103,7 +102,7 @@ class Holdings(Companion):
         self._broken = False  # whether any op is, in this step
         self._orphans: list[Value] = []  # nobody has them any more, and others can only be had again from them
         self._waiting: list[weakref.ref[Value]] = []  # those with entries, once nobody counts
-        self._lock = threading.RLock()
+        self._lock = self.record.lock
 
     def _mode(self) -> Mode:
         return Mode(self.record, self.store.meter, self._make_room)

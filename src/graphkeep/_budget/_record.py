@@ -9,6 +9,7 @@ results are the graph's inputs.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -191,6 +192,7 @@ class Record:
 
     def __init__(self, owner: Owner) -> None:
         self.owner: Callable[[], Owner | None] = weakref.ref(owner)
+        self.lock = threading.RLock()
         self.resting = False  # the last graph has gone
         self.begun = False  # an op with a history has run
         self.trace = Trace()
@@ -262,25 +264,28 @@ class Record:
                 with _disable_current_modes():
                     nbytes = sum([value.nbytes for value in op.reads]) + sum([t.nbytes for t in tensors_in(out)])
                     op.seconds = _roofline.seconds(func, args, kwargs, out, nbytes)
-            op.traced = self.trace.add_op(op)
-        if norm:
-            for storage in changes:
-                self._lost(storage, counted=False)
-        elif changes:
-            for n, tensor in enumerate(changed(kind, args, kwargs)):
-                if _plain(tensor):
-                    self._new_version(op, -1 - n, tensor, kind.counted)
-        self._results(op, out, values if op is not None else None, args, kwargs)
+        with self.lock:  # another thread may be at it, or end the step
+            if op is not None:
+                op.traced = self.trace.add_op(op)
+            if norm:
+                for storage in changes:
+                    self._lost(storage, counted=False)
+            elif changes:
+                for n, tensor in enumerate(changed(kind, args, kwargs)):
+                    if _plain(tensor):
+                        self._new_version(op, -1 - n, tensor, kind.counted)
+            self._results(op, out, values if op is not None else None, args, kwargs)
         return out
 
     def _unwritten(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
         norm = kind.statistics >= 0 and len(args) > kind.training and bool(args[kind.training])
         changes = self._about_to_change(kind, args, kwargs, norm)
         out = func(*args, **kwargs)
-        for storage in changes:
-            self._lost(storage, counted=not norm)
-        if self.begun:
-            self._results(None, out, None, args, kwargs)
+        with self.lock:
+            for storage in changes:
+                self._lost(storage, counted=not norm)
+            if self.begun:
+                self._results(None, out, None, args, kwargs)
         return out
 
     def _random(self, func: Any, kind: Kind, args: Any, kwargs: Any, op: Op | None) -> tuple[Any, Op | None]:
