@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import pickle
 import threading
 import weakref
@@ -12,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from budget_kinds import BYTES, KINDS, Kind, N, deep, linear, loss_of, net_of, square, trained, weight
 from budgets import WIDE, allocated, faults, fitted, nothing_of_a_budget_left, under, warm_up
 from outcomes import active_hooks, compared, patched, run
 from torch import Tensor, nn
-from torture import PROGRAMS, Later, Program, gradient
+from torture import PROGRAMS, Later, Program, data, gradient
 
 import graphkeep as gk
+from graphkeep._budget import _record
+from graphkeep._budget._report import BudgetReport
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -342,6 +346,28 @@ def test_the_report_names_what_is_held_what_was_dropped_and_what_cannot_be() -> 
         assert share.what in text
 
 
+def test_the_report_counts_as_the_budget_does() -> None:
+    net, x = net_of(linear()), square()
+    with gk.budget(0.5) as b:
+        assert b.report() == BudgetReport(None, 0, None, 0, 0, 0, 0, 0.0, (), (), ())
+        for _ in range(4):
+            loss_of(net(x)).backward()
+        report = b.report()
+        assert (report.limit, report.peak, report.smallest) == (b.limit, b.peak, b.smallest)
+        assert (report.steps, report.planned) == (b.steps, 3) == (4, 3)
+        assert (report.recomputed_ops, report.recomputed_flops) == (b.recomputed_ops, b.recomputed_flops)
+        assert report.recomputed_seconds == b.recomputed_seconds > 0
+        held, dropped = (sum(share.nbytes for share in shares) for shares in (report.held, report.dropped))
+        assert 0 < held <= b.limit < held + dropped
+        assert report.stays == ()
+    assert b.report() == report
+    lines = str(report).splitlines()
+    assert lines[0].startswith("budget ")
+    assert f"({b.smallest:,} bytes)" in lines[0]
+    assert lines[1] == "4 steps, 3 of them by a plan learned before"
+    assert f"run again: {b.recomputed_ops:,} ops" in lines[2]
+
+
 def test_the_smallest_limit_is_one_that_works_and_one_byte_less_is_not() -> None:
     def step() -> None:
         loss_of(deep(weight(), 6)).backward()
@@ -535,6 +561,62 @@ def test_what_was_brought_back_needs_no_op_to_be_run_again() -> None:
 
     assert ops_of_the_backward("bring")[1] == 0
     assert ops_of_the_backward("recompute")[1] > 0
+
+
+# threads, random numbers -----------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_of_another_thread_is_dropped_and_brought_back_too() -> None:
+    made: list[weakref.ref[Any]] = []
+    losses: list[Tensor] = []
+    w = weight()
+
+    def forward() -> None:
+        x = w
+        for _ in range(12):
+            x = x.sin()
+            made.append(weakref.ref(x.untyped_storage()))
+        losses.append(x.sum())
+
+    with gk.budget(4 * BYTES) as b:
+        for _ in range(2):
+            thread = threading.Thread(target=forward)
+            thread.start()
+            thread.join()
+        assert sum(ref() is not None for ref in made) <= 4
+        while losses:
+            losses.pop().backward()
+        assert b.recomputed_ops > 0
+        assert b.peak <= 4 * BYTES
+        assert b.live == 0
+    v = x = weight()
+    for _ in range(12):
+        x = x.sin()
+    (2 * x.sum()).backward()
+    assert torch.equal(w.grad, v.grad)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_random_result_is_kept_where_it_is_small_and_drawn_again_where_it_is_not(kept: bool) -> None:
+    n = math.isqrt(_record.SMALL // (8 if kept else 2))
+
+    def step() -> object:
+        torch.manual_seed(3)
+        w = data(n, n).mul_(0.1).requires_grad_()
+        for _ in range(3):
+            h = deep(F.dropout(deep(w), 0.4))
+            loss_of(deep(F.dropout(h) + torch.randn_like(h))).backward()
+        return w.grad, torch.rand(3), torch.get_rng_state()
+
+    plain = run(step, nullcontext)
+    _, wide, _ = under(step, WIDE)
+    fit = fitted(step, wide.smallest)
+    assert compared(plain, fit.outcome) == []
+    assert fit.recomputed > 0
+    with gk.budget(fit.limit) as b:
+        step()
+    stays = sum(share.nbytes for share in b.report().stays)
+    assert stays == (2 * 4 * n * n if kept else 0)  # two masks
 
 
 # with the rest of graphkeep ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from budget_kinds import BYTES, KINDS, Kind, N, deep, linear, loss_of, net_of, square, weight
+from budget_kinds import BYTES, KINDS, Kind, N, deep, linear, loss_of, net_of, square, trained, weight
 from budgets import WIDE, allocated, fitted, under, warm_up
 from outcomes import compared, run
 from torch import nn
@@ -142,15 +142,8 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated() -> None:
 
 @pytest.mark.parametrize("spill", ["host", "both"])
 def test_with_the_host_as_well(spill: str) -> None:
-    net, x = net_of(nn.Dropout(0.2), nn.LayerNorm(N)), square()
-
     def step() -> object:
-        torch.manual_seed(3)
-        for p in net.parameters():
-            p.grad = None
-        for _ in range(2):
-            loss_of(net(x)).backward()
-        return [p.grad for p in net.parameters()]
+        return trained(net_of(nn.Dropout(0.2), nn.LayerNorm(N)), square())
 
     plain = run(step, nullcontext)
     _, budget, _ = under(step, WIDE, of="device_memory")
