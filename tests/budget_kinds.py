@@ -1335,6 +1335,16 @@ def one_autocast_around_several_steps():
 
 
 @kind("training")
+def a_backward_within_autocast_of_what_ran_without():
+    w, v = weight(), weight(1)
+    for _ in range(2):
+        loss = loss_of(deep(deep(w) @ v) @ v)
+        with autocast():
+            loss.backward()
+    return w.grad, v.grad
+
+
+@kind("training")
 def tied_weights():
     embedding, body = nn.Embedding(N, N), net_of()
     nn.init.normal_(embedding.weight, std=0.1, generator=torch.Generator().manual_seed(2))

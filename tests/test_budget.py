@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import pickle
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torture import PROGRAMS, Later, Program, data, gradient
 
 import graphkeep as gk
-from graphkeep._budget import _record
+from graphkeep._budget import _host, _record
 from graphkeep._budget._report import BudgetReport
 
 
@@ -63,6 +64,36 @@ def test_a_kind_of_program_is_as_in_eager(kind: Kind) -> None:
     after = patched()
     assert [k for k in before if after.get(k) is not before[k]] == []
     assert active_hooks() is None
+
+
+IN_PLACE = (
+    "dropout in place",
+    "silu, sigmoid and tanh in place",
+    "residual in place",
+    "in place on a view",
+    "a mask filled in place",
+    "routing",
+    "a growing cache",
+    "foreach in place",
+    "marked dirty",
+    "a generator of its own",
+    "truncated backpropagation through time",
+    "scratch space that is filled again and again",
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [k for k in KINDS if k.name in IN_PLACE], ids=str)
+def test_some_comes_from_the_host_and_some_is_run_again(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(kind.body, nullcontext)
+    gc.freeze()
+    plain = run(kind.body, nullcontext)
+    _, wide, _ = under(kind.body, WIDE)
+    for seed in range(4):
+        rng = random.Random(seed)
+        monkeypatch.setattr(_host.Host, "seconds", lambda self, nbytes, device, rng=rng: rng.choice([0.0, 1e9]))
+        fit = fitted(kind.body, (wide.peak + (wide.smallest or 0)) // 2, spill="both")
+        assert faults(plain, fit) == []
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k.group == "left"], ids=str)
