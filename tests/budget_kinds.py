@@ -1305,6 +1305,9 @@ def a_loader_with_a_worker():
     loader = torch.utils.data.DataLoader(dataset, batch_size=N, shuffle=True, num_workers=1)
     for x, y in loader:
         F.mse_loss(net(x), y).backward()
+    for thread in threading.enumerate():
+        if thread.name.startswith("QueueFeeder"):
+            thread.join()  # our hooks are there until it has ended
     return [p.grad for p in net.parameters()]
 
 
