@@ -33,6 +33,15 @@ def _state() -> tuple[object, ...]:
     return torch.autograd.backward, torch.autograd._engine_run_backward, has_hooks
 
 
+@pytest.fixture(scope="module")
+def heap_of_its_own() -> Iterator[None]:
+    """What other tests of the process have left is not looked at by those who look at all that is alive."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Freed means freed by reference counting: the cyclic collector is off."""

@@ -7,6 +7,7 @@ import math
 import pickle
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -61,9 +62,19 @@ def test_a_kind_of_program_is_as_in_eager(kind: Kind) -> None:
     if kind.drops and plain.raised is None and not kind.may_be_refused:
         assert fit.limit < full
         assert fit.recomputed > 0
-    after = patched()
-    assert [k for k in before if after.get(k) is not before[k]] == []
+    assert left_patched(before) == []
     assert active_hooks() is None
+
+
+def left_patched(before: dict[Any, Any]) -> list[Any]:
+    """What of torch is patched still; a thread of a loader's may need a moment to end, and takes its hooks along."""
+    for _ in range(100):
+        after = patched()
+        left = [k for k in before if after.get(k) is not before[k]]
+        if not left:
+            break
+        time.sleep(0.1)
+    return left
 
 
 IN_PLACE = (

@@ -27,6 +27,8 @@ LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 MODULES = ["graphkeep", *(module.name for module in pkgutil.walk_packages(graphkeep.__path__, "graphkeep."))]
 FAILS = "<!-- fails -->"
 
+pytestmark = pytest.mark.usefixtures("heap_of_its_own")
+
 
 @dataclass
 class Block:

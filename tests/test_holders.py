@@ -22,6 +22,12 @@ from graphkeep._watch import _holders
 from graphkeep._watch._holders import Holder, find
 
 
+@pytest.fixture(autouse=True)
+def all_the_time_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of the process may have left a large heap, and two seconds may be too few on a busy machine."""
+    monkeypatch.setitem(find.__kwdefaults__, "seconds", 60.0)
+
+
 def grown() -> Tensor:
     """A tensor with a history."""
     return torch.ones(2, requires_grad=True) * 2

@@ -17,6 +17,8 @@ Capture = pytest.CaptureFixture[str]
 DOCS = (Path(__file__).parents[1] / "docs/findings.md").read_text()
 IDS = ["GK101", "GK102", "GK103", "GK104", "GK105", "GK106", "GK107", "GK201", "GK202", "GK301"]
 
+pytestmark = pytest.mark.usefixtures("heap_of_its_own")
+
 
 def blocks(text: str, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

@@ -23,6 +23,7 @@ from graphkeep.integrations._trainer import Training
 from graphkeep.report._read import read, read_all
 
 pytestmark = [
+    pytest.mark.usefixtures("heap_of_its_own"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
