@@ -367,7 +367,7 @@ def test_B13_small_integer_results_are_kept() -> None:
         loss_of(deep(x[chosen])).backward()
 
     with gk.budget(smallest_of(step)) as b:
-        assert 32 <= b.limit // 256
+        assert b.limit // 256 >= 32
         for _ in range(2):
             step()
     assert b.recomputed_ops > 0
