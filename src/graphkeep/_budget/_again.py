@@ -51,7 +51,7 @@ class Again:
     def _run(self, wanted: Value, strict: bool) -> bool:
         """Run what it takes; False where there is no room for it."""
         store = self.store
-        missing = _Missing(wanted)
+        missing = _Missing(wanted, store.call)
         readers, there = missing.readers, missing.there
         own: dict[int, Value] = {}  # what is there for this call only
         try:
@@ -120,10 +120,12 @@ class _Missing:
         ops: to run, in order.
         readers: how many of them read each value, by id; one more for the value itself.
         there: the storages that are there, by the value's id.
+        call: of the engine in which it is.
         spilled: the values that are on the host.
     """
 
-    def __init__(self, wanted: Value) -> None:
+    def __init__(self, wanted: Value, call: int) -> None:
+        self.call = call
         ops: dict[int, Op] = {}
         self.readers: dict[int, int] = {}
         self.there: dict[int, Storage] = {}
@@ -145,7 +147,7 @@ class _Missing:
     def _is_there(self, value: Value) -> bool:
         storage = value.now()
         if storage is not None:
-            _check_unchanged(value)
+            _check_unchanged(value, self.call)
             self.there[id(value)] = storage
         elif value.spilled is not None:
             self.spilled.append(value)
@@ -156,13 +158,18 @@ class _Missing:
         return True
 
 
-def _check_unchanged(value: Value) -> None:
-    """Refuse what was changed while nobody looked: inside a backward, in another thread, by numpy."""
+def _check_unchanged(value: Value, call: int) -> None:
+    """Refuse what was changed while nobody looked: inside a backward, in another thread, by numpy.
+
+    Arguments:
+        call: in which a content need be looked at once only; -1: each time.
+    """
     changed = False
     if value.op is None:
         witness = value.seen()
         changed = witness is not None and witness._version != value.version
-        if value.checksum is not None and value.kept is not None:
+        if value.checksum is not None and value.kept is not None and (value.checked != call or call < 0):
+            value.checked = call
             with aside():
                 changed = changed or checksum(value.kept.storage) != value.checksum
     elif value.held is not None:

@@ -185,7 +185,11 @@ class Holdings(Companion):
             self.store.dropped_bytes += value.nbytes
         elif first or value.pinned:
             self.store.later(-1, 0)
-            if self.store.room(value.nbytes, ()):
+            fits = self.store.room(value.nbytes, ())
+            if not fits and self.slack.unwritten:
+                self.store.rescue()
+                fits = self.store.room(value.nbytes, ())
+            if fits:
                 self.store.hold(value, storage)
             elif self.store.stays(value):
                 raise self.store.too_small(value.nbytes)
@@ -200,6 +204,7 @@ class Holdings(Companion):
         if counts is False:
             self.steps.calls.append(nbytes << 1)
         elif counts is None:
+            self.store.rescue()
             self.record.begun = True
             if not LEDGER.active:  # otherwise once the engine has ended
                 self.modes.on()
@@ -264,7 +269,9 @@ class Holdings(Companion):
         self.modes.begins(call)
         if outermost and self.store.values:
             with aside():
-                self.record.guard()
+                self.store.call = -1 if self.record.guard() else call.number
+        elif self.store.call >= 0:
+            self.store.call = call.number
 
     def ends(self, call: Call, error: BaseException | None) -> None:
         with self._lock:
@@ -272,6 +279,8 @@ class Holdings(Companion):
         if popped is None:
             return
         outermost = not self.modes.calls
+        if outermost:
+            self.store.call = -1
         if outermost and self._over(call, error):
             self.end_step(ran=True)
             if popped and self.modes.threads == 1:

@@ -22,7 +22,6 @@ from graphkeep._budget._greedy import greedy
 from graphkeep._budget._trace import Simulated, TookTooLongError, Trace
 
 PATIENCE = 1.0  # seconds that a plan may take
-_SLACK = 0.5  # of the limit: up to that, a step like the last need not be written down, for what then comes has the rest
 _POWERS = (1.0, 0.5, 0.0, 2.0)
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.3, 0.2)  # of the limit, to be held at most
 _ALONE = (1.0, 0.5, 0.0)  # whether a value is had again alone (1), or by the way, with all else that was dropped (0)
@@ -59,8 +58,8 @@ class Plan:
 
     @property
     def slack(self) -> bool:
-        """Whether nothing is dropped, with room to spare."""
-        return self.fits and not self.seconds and not self.dropped and not self.later and self.most <= _SLACK * self.limit
+        """Whether nothing is dropped."""
+        return self.fits and not self.seconds and not self.dropped and not self.later
 
 
 def plan(trace: Trace, limit: int, patience: float = PATIENCE) -> Plan:

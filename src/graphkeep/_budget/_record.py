@@ -211,13 +211,14 @@ class Record:
         """What a storage holds now; None if the record has not seen it."""
         return self._made.get(storage._cdata) or self._leaves.get(storage._cdata)
 
-    def guard(self) -> None:
-        """A backward begins: if hooks of leaves may change leaves in it, be able to tell."""
+    def guard(self) -> bool:
+        """A backward begins: if hooks of leaves may change leaves in it, be able to tell. Whether they may."""
         leaves = list(self._leaves.values())
-        if any(_has_hooks(tensor) for leaf in leaves if (tensor := leaf.seen()) is not None):
-            for leaf in leaves:
-                if leaf.checksum is None and leaf.kept is not None and leaf.current:
-                    leaf.checksum = checksum(leaf.kept.storage)
+        may = any(_has_hooks(tensor) for leaf in leaves if (tensor := leaf.seen()) is not None)
+        for leaf in leaves if may else ():
+            if leaf.checksum is None and leaf.kept is not None and leaf.current:
+                leaf.checksum = checksum(leaf.kept.storage)
+        return may
 
     def adopt(self, storage: Storage) -> Value:
         """A storage of the graph that the record has not seen being made: it cannot be made again."""

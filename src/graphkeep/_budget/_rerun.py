@@ -7,11 +7,12 @@ random numbers come from a generator of its own in the state of then, so that th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import _C
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch as _modes_before_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
@@ -21,17 +22,36 @@ from graphkeep._budget._values import Op, Ref, Scratch, Storage, Value, refs
 Find = Callable[[Value], Storage]
 
 
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """No modes, no autograd, no autocast."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch.enable_grad())  # as then: some kernels (oneDNN's LSTM) give more where gradients are wanted
-        stack.enter_context(_C._AutoDispatchBelowAutograd())
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+class aside:
+    """No modes, no autograd, no autocast: for what is done many times in a step, so that it costs little where none is on."""
+
+    __slots__ = ("_below", "_others", "_recorded")
+
+    def __enter__(self) -> None:
+        self._others = contextlib.ExitStack() if _is_disturbed() else None
+        if self._others is not None:
+            self._others.enter_context(_disable_current_modes())
+            for device in _AUTOCAST:
+                if torch.is_autocast_enabled(device):
+                    self._others.enter_context(torch.autocast(device, enabled=False))
+        self._recorded = torch.is_grad_enabled()
+        _C._set_grad_enabled(True)  # as then: some kernels (oneDNN's LSTM) give more where gradients are wanted
+        self._below: Any = _C._AutoDispatchBelowAutograd()
+        self._below.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._below.__exit__(*error)
+        _C._set_grad_enabled(self._recorded)
+        if self._others is not None:
+            self._others.close()
+
+
+_AUTOCAST = ("cpu", "cuda")
+_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+
+
+def _is_disturbed() -> bool:
+    return bool(_modes() or _modes_before_dispatch() or any(map(torch.is_autocast_enabled, _AUTOCAST)))
 
 
 class Rerun:

@@ -1,7 +1,7 @@
-"""Steps that need not be written down: like the last, which fitted with nothing dropped and room to spare.
+"""Steps that need not be written down: like the last, which fitted with nothing dropped.
 
 What they save is compared with what the last one saved, in order and bytes. As soon as it is something else, the step is
-written down from there on; what it had saved before cannot be dropped, and was within the limit.
+written down from there on. What it had saved before cannot be made again; if it has to make room, it goes to the host.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ class Slack:
     def __init__(self) -> None:
         self.expected: tuple[int, ...] = ()
         self.mixed = False
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether something of this step was not written down."""
+        return bool(self.expected) or self.mixed
 
     def counts(self, place: int, nbytes: int) -> bool | None:
         """Whether what is saved counts; None if it is not what was expected."""

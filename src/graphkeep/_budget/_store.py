@@ -54,7 +54,9 @@ class Store:
     def __init__(self, steps: Steps, record: Record, spill: str, meter: Meter | None) -> None:
         self.steps = steps
         self.record = record
-        self.host = None if spill == "recompute" else Host()
+        self.host: Host | None = None if spill == "recompute" else Host()
+        self._spare = self.host or Host()
+        self._rescues = False
         self.recompute = spill != "host"
         self.meter = meter
         self.drop_all = False
@@ -64,6 +66,7 @@ class Store:
         self.numbered: dict[int, Value] = {}
         self.mine = _Mine()
         self.in_use: set[int] = set()  # ids of the values that nodes which run now, in any thread, have been given
+        self.call = -1  # of the engine, in which inputs are not changed by hooks
         self._victims: list[tuple[float, Value]] = []  # the first to go are the last
         self._live = self._peak = 0
 
@@ -91,6 +94,8 @@ class Store:
         """A step has ended."""
         self._victims.clear()
         self.numbered.clear()
+        if self._rescues:
+            self.host, self._rescues = None, False
 
     # holding --------------------------------------------------------------------------------------------------------------
 
@@ -137,9 +142,13 @@ class Store:
 
     def unspill(self, value: Value) -> Storage:
         """A copy of what is on the host."""
-        assert self.host is not None
         with aside():
-            return self.host.get(*value.spilled)
+            return self._spare.get(*value.spilled)
+
+    def rescue(self) -> None:
+        """Until the step has ended, what cannot be made again may go to the host: for once it was not written down."""
+        if self.host is None:
+            self.host, self._rescues = self._spare, True
 
     def fits(self, need: int) -> bool:
         """Whether so many bytes more are within the limit."""

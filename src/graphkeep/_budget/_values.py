@@ -150,6 +150,7 @@ class Value:
         readers: of a value without an op: the ops that have read it, weakly.
         apart: whether it was there before the graph: a parameter, an input.
         checksum: of an input's content: what numpy writes into it torch does not count.
+        checked: the call of the engine in which the content was compared with it last.
         current: whether no later op has changed that storage.
         pinned: why it must not be dropped; empty if it may be.
         slots: the entries that stand on it, by number.
@@ -161,6 +162,7 @@ class Value:
     __slots__ = (
         "__weakref__",
         "apart",
+        "checked",
         "checksum",
         "current",
         "held",
@@ -192,6 +194,7 @@ class Value:
         self.held: Storage | None = None
         self.kept: Kept | None = None
         self.checksum: int | None = None
+        self.checked = -1
         self.current = True
         self.apart = False
         self.pinned = "" if op is not None else OPAQUE
