@@ -1,6 +1,6 @@
 """Infer all, then back-propagate batch by batch, on several ranks: gradients are synchronised once, in the last backward.
 
-``torchrun --nproc-per-node 2 examples/distributed/backward_batch_by_batch.py``, with DistributedDataParallel. `gk.infer` refuses
+``torchrun --nproc-per-node 2 backward_batch_by_batch.py``, with DistributedDataParallel. `gk.infer` refuses
 FSDP2, whose hooks count forwards; there `keep_part_of_a_graph.py --fsdp` shows `gk.cut`.
 """
 

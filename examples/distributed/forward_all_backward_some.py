@@ -1,6 +1,6 @@
 """Forward all, backward some, on several ranks: each picks rows of its own samples, one of them none at all.
 
-``torchrun --nproc-per-node 2 examples/distributed/forward_all_backward_some.py``, with DistributedDataParallel. `gk.infer` refuses
+``torchrun --nproc-per-node 2 forward_all_backward_some.py``, with DistributedDataParallel. `gk.infer` refuses
 FSDP2, whose hooks count forwards; there `keep_part_of_a_graph.py --fsdp` shows `gk.cut`.
 """
 

@@ -1,6 +1,6 @@
 """Keep part of a graph, on several ranks: two heads run backward one by one, the trunk once, gradients are reduced once.
 
-``torchrun --nproc-per-node 2 examples/distributed/keep_part_of_a_graph.py`` with DistributedDataParallel, or with ``--fsdp`` for
+``torchrun --nproc-per-node 2 keep_part_of_a_graph.py`` with DistributedDataParallel, or with ``--fsdp`` for
 FSDP2 (`fully_shard`). `gk.backward(keep=)` would bring the trunk's gradients twice, and is refused under DDP.
 """
 

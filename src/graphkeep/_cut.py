@@ -135,6 +135,10 @@ class cut(Generic[T]):
             self._warn_if_lost("the object was dropped before it was closed")
             open_trunks.remove(self._number)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, by `copy.deepcopy` or `torch.save` of a module that holds it, is a cut that has closed: graphs are not copied."""
+        return _closed, (self._trunk.where,)
+
     @eager
     def close(self) -> None:
         """Run the backward through the trunk; what leaving the block without an exception does.
@@ -213,6 +217,15 @@ class cut(Generic[T]):
                     "the trunk of a cut has been freed", where=f"{where}, {error.where}", instead=_ONCE
                 ) from error
             raise FreedGraphError(freed, where=where, instead=_ONCE) from error
+
+
+def _closed(where: str) -> cut[Any]:
+    copy = cut.__new__(cut)
+    copy.stand_ins = None
+    copy._entered, copy._number, copy._gates, copy._leaves = True, -1, [], []
+    copy._trunk = Trunk(where, lambda: None)
+    copy._trunk.close()
+    return copy
 
 
 def _refuse_wrapper() -> None:

@@ -12,6 +12,7 @@ Related: gradient checkpointing (Chen et al. 2016), GradCache (Gao et al. 2021),
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
@@ -190,9 +191,16 @@ class Inference:
 
     def discard(self) -> None:
         """Let go of everything but `values` and `plan`: kept graphs, arguments, what replays need."""
-        self._first = None
-        self._replays.close()
+        if self._first is not None:
+            self._first = None
+            self._replays.close()
         self.plan.kept_chunks = self.plan.kept_bytes = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, by `copy.deepcopy` or `torch.save` of a module that holds it, is discarded: it has `values` and `plan`."""
+        plan = copy.copy(self.plan)
+        plan.kept_chunks = plan.kept_bytes = 0
+        return {"values": self.values, "plan": plan, "_first": None, "_where": self._where, "_stale_ok": self._stale_ok}
 
     def __enter__(self) -> Inference:
         return self
