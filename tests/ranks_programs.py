@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import re
 import runpy
 import shutil
 import sys
@@ -158,8 +159,7 @@ def unequal_heads_cut_inside() -> None:
 
         error = raised(step)
         assert isinstance(error, RuntimeError)
-        assert str(error)
-        assert rank % 2 == 0 or "Expected to have finished reduction" in str(error), error
+        assert re.search(r"Expected to have finished reduction" if rank % 2 else r"(?i)timed out|timeout", str(error)), error
     assert_nothing_stays()
 
 
@@ -216,7 +216,7 @@ def a_rank_raises(step: Step, shard: bool = False) -> None:
         else:
             assert isinstance(error, RuntimeError), repr(error)
             assert not isinstance(error, gk.GraphkeepError)
-            assert str(error)
+            assert re.search(r"(?i)timed out|timeout", str(error)), error
         net.cut = None
         assert len(alive) == 2
         assert [ref() for ref in alive] == [None] * 2
@@ -273,19 +273,11 @@ def raises_in_a_head_fsdp() -> None:
 
 
 def raises_in_a_budget() -> None:
+    """And in a watch."""
+
     def step(model: Any, net: Net, alive: list[weakref.ref[Any]]) -> None:
-        with gk.budget(2_000) as b:
-            alive.append(weakref.ref(b._holdings))
-            total(losses(model(batches()[dist.get_rank()]))).backward()
-        assert b.live == 0
-
-    a_rank_raises(step)
-
-
-def raises_in_a_watch() -> None:
-    def step(model: Any, net: Net, alive: list[weakref.ref[Any]]) -> None:
-        with gk.watch() as w:
-            alive.append(weakref.ref(w))
+        with gk.watch() as w, gk.budget(2_000) as b:
+            alive.append(weakref.ref((w, b)[len(alive)]))  # each once
             total(losses(model(batches()[dist.get_rank()]))).backward()
 
     a_rank_raises(step)
@@ -471,7 +463,6 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "raises_in_a_replay": raises_in_a_replay,
     "raises_in_a_head": raises_in_a_head,
     "raises_in_a_budget": raises_in_a_budget,
-    "raises_in_a_watch": raises_in_a_watch,
     "raises_in_a_head_fsdp": raises_in_a_head_fsdp,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import io
 import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
@@ -735,3 +736,52 @@ def test_L10_the_number_of_trunk_backwards_is_one_however_many_heads() -> None:
         for _ in range(8):
             s.exp().sum().backward()
     assert runs == [1]
+
+
+# copies of a module that holds it ---------------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.cut: gk.cut[torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cut = gk.cut(self.trunk(x).tanh())
+        return self.head(self.cut.stand_ins)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize("when", ["open", "closed"])
+def test_a_copy_of_a_module_has_a_cut_that_has_closed(copied: Any, when: str) -> None:
+    module, twin, x = Holding(), Holding(), torch.randn(2, 3)
+    twin.load_state_dict(module.state_dict())
+    loss = module(x).sum()
+    if when == "closed":
+        loss.backward()
+        module.cut.close()
+    other = copied(module)
+    assert other.cut.stand_ins is None
+    with pytest.raises(gk.ClosedCutError):
+        other.cut.close()
+    with pytest.raises(gk.ClosedCutError):
+        other.cut.__enter__()
+    if when == "open":
+        copy.copy(module.cut)  # that it goes does not end the one that was copied
+        loss.backward()
+        module.cut.close()
+    other(x).sum().backward()  # the copy makes cuts of its own
+    other.cut.close()
+    for net in twin, other, module:
+        if net is twin:
+            twin(x).sum().backward()
+            twin.cut.close()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), twin.parameters(), strict=True))

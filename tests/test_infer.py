@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import io
 import random
 import threading
 import weakref
@@ -1159,3 +1160,26 @@ def test_under_no_grad_nothing_is_differentiable() -> None:
         out = gk.infer(mlp(), batch(), chunk_size=5)
         assert not out[[1]].requires_grad
     assert not out[[1]].requires_grad
+
+
+def saved_and_loaded(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize("keep", ["nothing", "everything"])
+def test_a_copy_of_a_module_that_holds_an_inference_has_a_discarded_one(copied: Any, keep: str) -> None:
+    module, x = nn.Linear(3, 2), torch.randn(6, 3)
+    module.out = gk.infer(module, x, chunk_size=2, keep=keep)
+    other = copied(module)
+    assert torch.equal(other.out.values, module.out.values)
+    assert (len(other.out), other.out.plan.kept_bytes, other.out.plan.chunks) == (6, 0, 3)
+    with pytest.raises(gk.FreedGraphError, match="has been discarded"):
+        other.out[[0]]
+    other.out.discard()
+    module.out[[1, 4]].square().sum().backward()  # the one that was copied is as it was
+    other(x)[[1, 4]].square().sum().backward()
+    torch.testing.assert_close(module.weight.grad, other.weight.grad)

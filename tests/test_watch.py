@@ -214,6 +214,25 @@ def test_looking_leaves_no_cycle_behind() -> None:
     assert [ref() for ref in alive] == [None] * 5
 
 
+@pytest.mark.usefixtures("no_collector")
+def test_a_watch_that_ended_before_any_backward_is_no_cycle() -> None:
+    def run(how: str) -> weakref.ref[object]:
+        with gk.watch() as w:
+            ref = weakref.ref(w)
+            kept.append(net()(torch.randn(3, 8)))
+            if how == "raises":
+                raise KeyError(ref)
+        return ref
+
+    kept: list[Tensor] = []
+    assert run("ends")() is None
+    with pytest.raises(KeyError) as raised:
+        run("raises")
+    ref = raised.value.args[0]
+    del raised
+    assert ref() is None
+
+
 def test_watches_nest_and_may_end_in_any_order() -> None:
     a, b = gk.watch(), gk.watch()
     a.start()

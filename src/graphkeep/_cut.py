@@ -136,7 +136,7 @@ class cut(Generic[T]):
             open_trunks.remove(self._number)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, by `copy.deepcopy` or `torch.save` of a module that holds it, is a cut that has closed: graphs are not copied."""
+        """A copy, by `copy.deepcopy` or `torch.save` of a module that holds it, is a cut that has closed."""
         return _closed, (self._trunk.where,)
 
     @eager

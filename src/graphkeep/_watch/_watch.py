@@ -191,6 +191,7 @@ class watch:
             LEDGER.join(self)
         elif not wanted:
             LEDGER.leave(self)
+            self.saved = self.timeline.saved  # a method of its own would be a cycle
         self._recording = wanted
 
     def _wanted(self, step: int) -> bool:
