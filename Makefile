@@ -30,7 +30,7 @@ check: $(STAMP) ## lint, formatting and types
 	@$(PY) -m mypy
 
 docs: $(STAMP) ## build the documentation in site/, and check its links
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "graphkeep: the documentation is in site/index.html"
 
 fmt: $(STAMP) ## format, and mend what the linter can mend

@@ -1,4 +1,4 @@
-"""What `make docs` needs beside mkdocs.yml: pages from outside docs/, and docstrings' examples as code.
+"""What `make docs` needs beside mkdocs.yml: pages from outside docs/, and docstrings as griffe reads them.
 
 Pages of docs/ are read on GitHub, too, so their links are GitHub's: ``../README.md``. On the site such a file is a page of its
 own, and the link leads there. A link to a file that is not in `_outside` is left as it is, and mkdocs, being strict, complains.
@@ -74,14 +74,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join(parts)
 
 
-class Examples(griffe.Extension):
-    """Docstrings here say ``Example:``, and ``Example::`` before code that no doctest runs; griffe knows ``Examples:``."""
+class Docstrings(griffe.Extension):
+    """What docstrings here say in other words than griffe knows.
+
+    ``Example:``, and ``Example::`` before code that no doctest runs, are ``Examples:``; ``args, kwargs:`` is one entry for two.
+    """
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         """Rewrite the docstring before it is parsed."""
         if obj.docstring is None:
             return
         text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+        text = re.sub(r"^( +)args, kwargs: ", r"\1args: see `kwargs`.\n\1kwargs: ", text, flags=re.MULTILINE)
         obj.docstring.value = re.sub(
             r"^Example::\n\n((?: {4}.*\n|\n)+)",
             lambda found: f"Examples:\n    ```python\n{found[1].rstrip()}\n    ```\n\n",
