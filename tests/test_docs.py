@@ -104,7 +104,9 @@ def test_every_code_block_runs(page: Path, tmp_path: Path):
             else:
                 exec(code, namespace)
         if expected is not None and not block.fails:
-            assert elsewhere(printed.getvalue(), page, file).strip() == expected.strip(), f"line {block.line} prints something else"
+            assert elsewhere(printed.getvalue(), page, file).strip() == expected.strip(), (
+                f"line {block.line} prints something else"
+            )
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
