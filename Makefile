@@ -29,6 +29,8 @@ check: $(STAMP) ## lint, formatting and types
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
+# The path is for ruff, which wraps the signatures; the variable silences the theme's notice about a successor of mkdocs.
+# No --quiet: mkdocs then counts no warnings, and --strict passes whatever is broken.
 docs: $(STAMP) ## build the documentation in site/, and check its links
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "graphkeep: the documentation is in site/index.html"
