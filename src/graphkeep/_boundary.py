@@ -16,7 +16,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from graphkeep import _engine, _graph, _saved
+from graphkeep import _distributed, _engine, _graph, _modules, _saved
+from graphkeep._eager import eager
 from graphkeep._errors import ArgumentError, BypassedCutError, ChangedGraphError, ClosedCutError
 
 
@@ -29,6 +30,7 @@ class Trunk:
 
     Attributes:
         edges, nodes, leaves: what it consists of, once it has been read; empty again when the cut has closed.
+        reached: the ids of leaves that have had a gradient from a head, where somebody counts them.
     """
 
     def __init__(self, where: str, cut: Callable[[], object]) -> None:
@@ -38,6 +40,7 @@ class Trunk:
         self.edges: list[GradientEdge] = []
         self.nodes: set[Node] = set()
         self.leaves: list[torch.Tensor] = []
+        self.reached: set[int] = set()
         self._bottom: list[Node] = []
 
     def read(self, edges: list[GradientEdge]) -> None:
@@ -168,12 +171,14 @@ class _Boundary(torch.autograd.Function):
     """The node of a stand-in: nothing below it, and a gradient that arrives is kept."""
 
     @staticmethod
+    @eager
     def forward(ctx: Any, gate: Gate, source: list[torch.Tensor], _anchor: torch.Tensor) -> torch.Tensor:
         ctx.gate = gate
         ctx.set_materialize_grads(False)
         return source[0].detach()
 
     @staticmethod
+    @eager
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None]:
         if grad is not None:
             ctx.gate.arrive(ctx, grad)
@@ -223,6 +228,8 @@ class _OpenTrunks:
 def _look(proceed: Any, outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any = (), *args: Any, **kwargs: Any) -> Any:
     if inputs:
         _refuse_partial(outputs, inputs)
+    elif _distributed.waiting():
+        _refuse_second_gradient(outputs)
     return proceed(outputs, grads, keep, create, inputs, *args, **kwargs)
 
 
@@ -248,6 +255,24 @@ def _refuse_partial(outputs: Any, inputs: Any) -> None:
                 where=f"gk.cut() at {trunk.where}",
                 instead="ask for the gradient of the stand-in; what is below gets its own in .grad when the block is left",
             )
+
+
+def _refuse_second_gradient(outputs: Any) -> None:
+    """A `DistributedDataParallel` model synchronises a gradient as soon as one backward has reached its leaf."""
+    nodes = _graph.reach(map(_node, outputs))
+    trunks = {node.gate.trunk for node in nodes if isinstance(node, _Boundary._backward_cls)}  # type: ignore[attr-defined]
+    for trunk in trunks:
+        leaves = {id(leaf): leaf for leaf in _graph.leaves(nodes)}
+        below = {id(leaf) for leaf in trunk.leaves}
+        twice = [leaf for key, leaf in leaves.items() if key in trunk.reached or key in below]
+        ddp = _distributed.synchronised(twice)
+        if ddp is not None:
+            raise ArgumentError(
+                "a leaf would get its gradient in two backwards, and DistributedDataParallel synchronises it after the first",
+                where=f"{_modules.describe(twice[0], [ddp.module])}, tied across gk.cut() at {trunk.where}",
+                instead="one backward for the heads that share it; or all of it under `with model.no_sync():`",
+            )
+        trunk.reached |= leaves.keys()
 
 
 def _node(tensor: torch.Tensor | GradientEdge) -> Node:

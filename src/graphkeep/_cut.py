@@ -19,9 +19,11 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from graphkeep import _graph, _modules, _saved, _tree
+from graphkeep import _distributed, _graph, _modules, _saved, _tree
 from graphkeep._boundary import Gate, Trunk, open_trunks
+from graphkeep._eager import eager
 from graphkeep._errors import (
+    ArgumentError,
     ArgumentTypeError,
     ChangedGraphError,
     ClosedCutError,
@@ -76,6 +78,7 @@ class cut(Generic[T]):
 
     stand_ins: T
 
+    @eager
     def __init__(self, tree: T) -> None:
         members = list(_tree.flatten(tree))
         for member in members:
@@ -85,6 +88,7 @@ class cut(Generic[T]):
                 f"gk.cut() got no tensor, but {type(tree).__name__}",
                 instead="gk.cut(x) with a tensor, or a tuple, list, dict or dataclass of tensors",
             )
+        _refuse_wrapper()
         self._entered = False
         self._number = -1
         self._trunk = trunk = Trunk(caller(), weakref.ref(self))
@@ -110,12 +114,14 @@ class cut(Generic[T]):
             torch.clear_autocast_cache()
         self._number = open_trunks.add(trunk)
 
+    @eager
     def __enter__(self) -> T:
         if self._trunk.closed or self._entered:
             self._refuse_twice()
         self._entered = True
         return self.stand_ins
 
+    @eager
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
         if kind is None:
             self.close()
@@ -129,6 +135,7 @@ class cut(Generic[T]):
             self._warn_if_lost("the object was dropped before it was closed")
             open_trunks.remove(self._number)
 
+    @eager
     def close(self) -> None:
         """Run the backward through the trunk; what leaving the block without an exception does.
 
@@ -206,6 +213,18 @@ class cut(Generic[T]):
                     "the trunk of a cut has been freed", where=f"{where}, {error.where}", instead=_ONCE
                 ) from error
             raise FreedGraphError(freed, where=where, instead=_ONCE) from error
+
+
+def _refuse_wrapper() -> None:
+    """In the forward of a DDP model that learns from the graph which parameters take part: it would not see the trunk's."""
+    ddp = _distributed.running()
+    option = ddp and ("static_graph" if ddp.static_graph else "find_unused_parameters" if ddp.find_unused_parameters else "")
+    if option:
+        raise ArgumentError(
+            f"gk.cut() in the forward of a DistributedDataParallel model with {option}=True: it takes the trunk's parameters "
+            "for unused, or synchronises them after the first head",
+            instead=f"DistributedDataParallel without {option}, or the heads outside of it, on a gk.cut() of what it returns",
+        )
 
 
 _FREED_BEFORE = "the graph below the tensor given to gk.cut() has been freed by an earlier backward"

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import Node
 
 from graphkeep import _graph, _saved
+from graphkeep._eager import eager
 from graphkeep._errors import caller
 from graphkeep._modules import parameter_storages
 from graphkeep._storage import Storage, StorageSet, storages
@@ -66,6 +67,7 @@ class _Candidate:
     bytes: int
 
 
+@eager
 def discard(*tensors: object, keep: object = None) -> Discarded:
     """Free the graph of some tensors now, although names still point at it.
 

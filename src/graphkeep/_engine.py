@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from graphkeep._eager import eager
 from graphkeep._patch import Patch
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
+    @eager
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         proceed = original
         for around in list(calls.users.values()):

@@ -19,6 +19,7 @@ import torch
 from torch.autograd.graph import Node
 
 from graphkeep import _graph, _saved, _tree
+from graphkeep._eager import eager
 from graphkeep._errors import ArgumentError, library_file
 from graphkeep._modules import parameter_storages
 from graphkeep._saved import State
@@ -180,6 +181,7 @@ class Postmortem:
 def explain(x: BaseException) -> Postmortem: ...  # type: ignore[overload-overlap] # an error is an object, too
 @overload
 def explain(x: object) -> Explanation: ...
+@eager
 def explain(x: object) -> Explanation | Postmortem:
     """Say what the graph behind ``x`` consists of, what it holds, who keeps it alive and when it will be freed.
 

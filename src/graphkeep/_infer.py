@@ -18,6 +18,7 @@ from typing import Any
 
 from graphkeep._batch import Arguments, row_numbers, select
 from graphkeep._distributed import wrapped
+from graphkeep._eager import eager
 from graphkeep._errors import ArgumentError, ArgumentTypeError, FreedGraphError, caller
 from graphkeep._first_pass import FirstPass
 from graphkeep._independence import refuse_rows_that_mix
@@ -26,6 +27,7 @@ from graphkeep._replay import modules_of
 from graphkeep._rows import Replays
 
 
+@eager
 def infer(
     model: Callable[..., Any],
     *args: Any,
@@ -129,6 +131,7 @@ class Inference:
     def __len__(self) -> int:
         return self.plan.samples
 
+    @eager
     def __getitem__(self, rows: Any) -> Any:
         """Differentiable outputs of some rows.
 

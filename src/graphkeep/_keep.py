@@ -19,7 +19,8 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from graphkeep import _graph, _saved
+from graphkeep import _distributed, _graph, _modules, _saved
+from graphkeep._eager import eager
 from graphkeep._errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -35,6 +36,7 @@ _EARLY = 1 << 20  # bytes; a node that holds as much is released as soon as it h
 _KEEP_MORE = "gk.backward(..., keep=(x, ...)) with every tensor that a later backward goes through, or gk.cut(x)"
 
 
+@eager
 def backward(
     tensors: Root | Sequence[Root],
     grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
@@ -96,6 +98,8 @@ def backward(
     head = _graph.reach((_node(root) for root in roots), without=trunk)
     if not allow_unused:
         _require_reached(kept, roots, head, trunk)
+    _refuse_synchronised(trunk)
+    _refuse_donated(head | trunk)
 
     tombstone = _saved.Tombstone(f"gk.backward(keep=) at {caller()}", _KEEP_MORE)
     early = _release_when_run(head, tombstone)
@@ -195,6 +199,31 @@ def _require_reached(kept: list[GradientEdge], roots: list[Root], head: set[Node
         )
 
 
+def _refuse_synchronised(trunk: set[Node]) -> None:
+    """Two backwards reach the leaves of the trunk, and a DDP model that waits for one would synchronise half of it."""
+    ddp = _distributed.synchronised(_graph.leaves(trunk))
+    if ddp is not None:
+        raise ArgumentError(
+            "gk.backward(keep=) on a DistributedDataParallel model, which synchronises each gradient as soon as one backward "
+            "has reached it, and a later backward is to reach those below `keep` again",
+            where=_modules.describe(next(iter(ddp.module.parameters())), [ddp.module]),
+            instead="`with gk.cut(x) as x:` in the forward, which reaches each leaf once; or the forward and this call under "
+            "`with model.no_sync():`",
+        )
+
+
+def _refuse_donated(nodes: set[Node]) -> None:
+    """What `torch.compile` has compiled may write over its saved tensors, and torch refuses ``retain_graph`` then, half-way."""
+    for node in nodes:
+        metadata = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)
+        if getattr(metadata, "bw_donated_idxs", None):
+            raise ArgumentError(
+                "the graph holds a compiled region whose backward may write over what it has saved: it can run only once",
+                where=_graph.op(node),
+                instead="torch._functorch.config.donated_buffer = False before torch.compile, or gk.cut(x)",
+            )
+
+
 def _release_when_run(head: set[Node], tombstone: _saved.Tombstone) -> list[RemovableHandle]:
     """Release the nodes that hold much as soon as they have run; the handles take the hooks off again."""
     handles = []
@@ -202,6 +231,7 @@ def _release_when_run(head: set[Node], tombstone: _saved.Tombstone) -> list[Remo
         held = sum(storage.nbytes() for slot in _saved.slots(node) for storage in _saved.slot_storages(slot))
         if held >= _EARLY:
 
+            @eager
             def after(_grad_inputs: object, _grad_outputs: object, node: Node = node) -> None:
                 _saved.release(node, tombstone)
 

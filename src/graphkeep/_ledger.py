@@ -34,6 +34,7 @@ from torch import _C
 from torch._C import _autograd as _hooks
 
 from graphkeep import _engine, _graph, _saved
+from graphkeep._eager import eager
 from graphkeep._errors import BudgetError, programs_own
 from graphkeep._patch import Patch
 
@@ -325,6 +326,7 @@ def last_number() -> int:
     return next(_numbers)
 
 
+@eager
 def _pack(tensor: torch.Tensor) -> Entry:
     modes = _dispatch_modes()
     if (
@@ -422,6 +424,7 @@ def _counting(counts: list[int]) -> Callable[[torch.Tensor], torch.Tensor]:
     return pack
 
 
+@eager
 def _unpack(entry: Entry) -> torch.Tensor:
     if _saved.probe is not None:  # only who the entry is was asked
         _saved.probe.append(entry)
@@ -633,6 +636,7 @@ def _wrap_start(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_apply(_inherited: Callable[..., Any]) -> Any:
+    @eager
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         pulled = LEDGER.pull()
         try:

@@ -11,6 +11,7 @@ import torch
 
 from graphkeep import _replay
 from graphkeep._batch import Call, select
+from graphkeep._eager import eager
 from graphkeep._errors import ArgumentError, FreedGraphError, ReplayError
 from graphkeep._first_pass import FirstPass
 from graphkeep._independence import Trust, fingerprint, trust
@@ -25,6 +26,7 @@ class Rows(torch.autograd.Function):
     """
 
     @staticmethod
+    @eager
     def forward(ctx: Any, replays: Replays, numbers: torch.Tensor, *_targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.replays = replays
         ctx.synchronises = replays.synchronises()
@@ -38,6 +40,7 @@ class Rows(torch.autograd.Function):
         return tuple(picked)
 
     @staticmethod
+    @eager
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ArgumentError(

@@ -15,6 +15,7 @@ from graphkeep._budget._holdings import Holdings
 from graphkeep._budget._plan import smallest
 from graphkeep._budget._report import BudgetReport, Share, shares
 from graphkeep._budget._steps import Steps
+from graphkeep._eager import eager
 from graphkeep._errors import ArgumentError, ArgumentTypeError, BudgetError, caller
 from graphkeep._ledger import LEDGER
 from graphkeep._units import format_bytes, parse_bytes
@@ -126,6 +127,7 @@ class budget:
         """What a `with` begins with: it knows the streams of those before."""
         return Holdings(steps, spill=self._spill, device=self._device)
 
+    @eager
     def __enter__(self) -> Self:
         if not _one.acquire(blocking=False):
             raise ArgumentError(
@@ -143,6 +145,7 @@ class budget:
             raise
         return self
 
+    @eager
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if not self._active:
             raise ArgumentError("this budget is not active", where=caller(), instead="with gk.budget(...) as b:")

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from graphkeep._budget import _roofline
 from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Alive, Kept, Op, Ref, Scratch, Storage, Value, checksum, geometry
+from graphkeep._distributed import Gathered
 
 if TYPE_CHECKING:
     from graphkeep._budget._meter import Meter
@@ -200,6 +201,7 @@ class Record:
         self._made: dict[int, Value] = {}
         self._leaves: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
         self._gone = functools.partial(_gone, self._made)
+        self._gathered = Gathered()
 
     def forget(self) -> None:
         """No graph is alive: what there is now are the inputs of the next."""
@@ -397,8 +399,8 @@ class Record:
         value = self._leaves.get(key)
         if value is None or not value.current:
             base = tensor if tensor._base is None else tensor._base
-            if tensor.requires_grad and not base.is_leaf:
-                raise _OpaqueError  # the graph's, and made where nobody looked
+            if (tensor.requires_grad and not base.is_leaf) or storage in self._gathered:
+                raise _OpaqueError  # the graph's, and made where nobody looked; or not there when it is wanted
             value = Value(None, 0, storage.nbytes(), weakref.ref(storage))
             value.apart = True
             value.watch(base)

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from graphkeep._eager import eager
 from graphkeep._errors import ArgumentError, ArgumentTypeError, WatchFailedWarning, programs_own
 from graphkeep._ledger import LEDGER, Call, Entry
 from graphkeep._units import format_bytes
@@ -108,10 +109,12 @@ class watch:
 
     # running --------------------------------------------------------------------------------------------------------------
 
+    @eager
     def __enter__(self) -> watch:
         self.start()
         return self
 
+    @eager
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
         self.stop()
 
