@@ -132,7 +132,7 @@ def budget_on_the_host(model: Any, x: Tensor, rows: list[int]) -> None:
 
 
 def watch(model: Any, x: Tensor, rows: list[int]) -> None:
-    with gk.watch(every=10**9) as w:
+    with gk.watch() as w:
         plain(model, x, rows)
         throw.at("program")
         w.step()
@@ -147,7 +147,7 @@ def discard(model: Any, x: Tensor, rows: list[int]) -> None:
 
 
 def all_of_them(model: Any, x: Tensor, rows: list[int]) -> None:
-    with gk.watch(every=10**9), gk.budget(2_000):
+    with gk.watch(), gk.budget(2_000):
         infer(model, x, rows)
 
 
@@ -167,7 +167,7 @@ def state() -> dict[str, int]:
     return {
         "objects": len(objects),
         "tensors": sum(issubclass(type(obj), torch.Tensor) for obj in objects),
-        "entries": sum(type(obj).__module__.startswith("graphkeep") for obj in objects),
+        "entries": sum(str(type(obj).__module__).startswith("graphkeep") for obj in objects),
         "files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
         "listeners": len(LEDGER.listeners),
         "modes": torch._C._len_torch_dispatch_stack(),
@@ -238,6 +238,8 @@ _NOISE = {"objects": 60, "entries": 3}  # caches that have not filled yet
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    gc.collect()
+    gc.freeze()  # `watch` looks through every object
     try:
         main(int(sys.argv[1]))
         gc.collect()  # see `ddp_programs.py`
