@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-browser check docs fmt bench clean
+.PHONY: help demo test test-browser soak check docs fmt bench clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F@ '{ printf "%-19s %s\n", $$1, $$2 }'
@@ -23,6 +23,9 @@ test: $(STAMP) ## run the tests
 
 test-browser: $(STAMP) ## run the tests of the report's page in chromium
 	@$(PY) -m pytest tests/browser
+
+soak: $(STAMP) ## run 20,000 steps with every verb and exceptions at random points, in two processes
+	@OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 tests/soak.py 20000
 
 check: $(STAMP) ## lint, formatting and types
 	@$(PY) -m ruff check .

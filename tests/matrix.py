@@ -1,4 +1,4 @@
-"""What holds for each verb in each way of running: ``python -m torch.distributed.run --nproc-per-node N matrix.py WAY COMPILER``.
+"""What holds for each verb in each way of running: ``python -m torch.distributed.run --nproc-per-node N matrix.py WAYS``.
 
 Each cell runs on every rank and is compared with one process that runs the joint backward over the batches of all. Printed, as
 one line of JSON for each cell: ``right`` (gradients equal, as many collectives on every rank, and no gradient synchronised more
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import json
 import sys
 import warnings
@@ -45,7 +46,7 @@ NEAR = {PRECISIONS[0]: 1e-5, PRECISIONS[1]: 3e-2, PRECISIONS[2]: 5e-3}
 class Layers(nn.Module):
     def __init__(self, *widths: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -281,7 +282,8 @@ def _collectives() -> int:
 def near(found: list[Tensor | None], expected: list[Tensor], tolerance: float) -> bool:
     scale = max(float(grad.abs().max()) for grad in expected)
     return len(found) == len(expected) and all(
-        a is not None and torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale) for a, b in zip(found, expected, strict=True)
+        a is not None and torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale)
+        for a, b in zip(found, expected, strict=True)
     )
 
 

@@ -9,6 +9,7 @@ modes must be what they were.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -25,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 import graphkeep as gk
 from graphkeep._ledger import LEDGER
 
-BLOCK = 250  # steps after which nothing may have grown
-SETTLED = 4  # blocks, before that is asked
+BLOCKS = 10  # parts of the run, after each of which nothing may have grown
+SETTLED = 4  # of them pass before that is asked
 SAMPLES = 6
 
 
@@ -185,7 +186,7 @@ def main(steps: int) -> None:
     ddp = DistributedDataParallel(net)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (net, twin)]
     draw = random.Random(0)  # the same on every rank
-    thrown, before = 0, None
+    thrown, before, block = 0, None, steps // BLOCKS
     for step in range(steps):
         name = draw.choice(list(VERBS))
         rows = [draw.sample(range(SAMPLES), draw.randrange(SAMPLES)) for _ in range(count)]
@@ -203,34 +204,35 @@ def main(steps: int) -> None:
                 thrown += 1
                 del error
             throw.point = ""
-            net.cut = None
-            continue
-        alone = name in ALONE
-        if alone:
-            with ddp.no_sync():
-                VERBS[name](ddp, batches[rank], rows[rank])
         else:
-            VERBS[name](ddp, batches[rank], rows[rank])
-        for r in [rank] if alone else range(count):
-            a, b = losses(twin(batches[r]), rows[r] if name in ROWS else slice(None))
-            ((a + b) / (1 if alone else count)).backward()
-        for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-            assert ours.grad is not None
-            assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5), (step, name)
+            _compare(ddp, twin, name, batches, rows)
+            if name not in ALONE:
+                for optimizer in optimizers:
+                    optimizer.step()
+                twin.load_state_dict(net.state_dict())  # rounding must not add up
         net.cut = None
-        if not alone:
-            for optimizer in optimizers:
-                optimizer.step()
-            twin.load_state_dict(net.state_dict())  # rounding must not add up
-        if step % BLOCK == BLOCK - 1:
+        if step % block == block - 1:
             now = state()
-            if step // BLOCK == SETTLED:
+            if step // block == SETTLED:
                 before = now
             elif before is not None:
                 grown = {key: (before[key], now[key]) for key in now if now[key] > before[key] + _NOISE.get(key, 0)}
                 assert not grown, (step, grown)
     assert thrown > steps // 20
     print(f"rank {rank}: {steps} steps, {thrown} exceptions: ok", flush=True)
+
+
+def _compare(ddp: Any, twin: nn.Module, name: str, batches: Tensor, rows: list[list[int]]) -> None:
+    """One step with a verb, and the joint backward of the twin."""
+    rank, count, alone = dist.get_rank(), dist.get_world_size(), name in ALONE
+    with ddp.no_sync() if alone else contextlib.nullcontext():
+        VERBS[name](ddp, batches[rank], rows[rank])
+    for r in [rank] if alone else range(count):
+        a, b = losses(twin(batches[r]), rows[r] if name in ROWS else slice(None))
+        ((a + b) / (1 if alone else count)).backward()
+    for ours, theirs in zip(ddp.parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5), name
 
 
 _NOISE = {"objects": 60, "entries": 3}  # caches that have not filled yet
