@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-browser check fmt bench clean
+.PHONY: help demo test test-browser soak check docs fmt bench clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F@ '{ printf "%-19s %s\n", $$1, $$2 }'
@@ -24,10 +24,19 @@ test: $(STAMP) ## run the tests
 test-browser: $(STAMP) ## run the tests of the report's page in chromium
 	@$(PY) -m pytest tests/browser
 
+soak: $(STAMP) ## run 20,000 steps with every verb and exceptions at random points, in two processes
+	@OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 tests/soak.py 20000
+
 check: $(STAMP) ## lint, formatting and types
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+
+# The path is for ruff, which wraps the signatures; the variable silences the theme's notice about a successor of mkdocs.
+# No --quiet: mkdocs then counts no warnings, and --strict passes whatever is broken.
+docs: $(STAMP) ## build the documentation in site/, and check its links
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "graphkeep: the documentation is in site/index.html"
 
 fmt: $(STAMP) ## format, and mend what the linter can mend
 	@$(PY) -m ruff check --fix-only --quiet .
@@ -37,7 +46,7 @@ bench: $(STAMP) ## run the benchmarks
 	@if [ -f benchmarks/run.py ]; then $(PY) -m benchmarks.run; else echo "no benchmarks/run.py: nothing to run"; fi
 
 clean: ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis htmlcov .coverage .coverage.*
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis htmlcov .coverage .coverage.*
 	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is newer than what says which packages are needed, so all of this runs once.

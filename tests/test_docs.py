@@ -2,7 +2,8 @@
 
 The blocks of a page share a namespace and run in order. A block after ``<!-- fails -->`` has to raise. A text block that
 follows a Python block is what that block prints, or a part of the error that it raises; in both, a place in the page itself
-is written as ``train.py:12``.
+is written as ``train.py:12``. The pages in `SAVED` run as if their Python blocks, one below the other with two empty lines in
+between, had been saved as ``train.py``: what they print has the file's name and its true line numbers.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 MODULES = ["graphkeep", *(module.name for module in pkgutil.walk_packages(graphkeep.__path__, "graphkeep."))]
+SAVED = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 FAILS = "<!-- fails -->"
 
 pytestmark = pytest.mark.usefixtures("heap_of_its_own")
@@ -59,31 +61,52 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def elsewhere(text: str, page: Path) -> str:
+def elsewhere(text: str, page: Path, file: Path) -> str:
+    if file != page:
+        return text.replace(str(file), file.name)
     return re.sub(re.escape(str(page)) + r":\d+", "train.py:12", text)
 
 
+def saved(found: list[Block], file: Path) -> dict[int, int]:
+    """Save a page's Python blocks as one program; where each block of the page begins in it."""
+    lines: list[str] = []
+    begins = {}
+    for block in found:
+        if block.language == "python":
+            begins[block.line] = len(lines) + 1
+            lines += [*block.code.splitlines(), "", ""]
+    file.write_text("\n".join(lines))
+    return begins
+
+
 @pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_every_code_block_runs(page: Path):
+def test_every_code_block_runs(page: Path, tmp_path: Path):
     found = list(blocks(page.read_text()))
-    namespace: dict[str, object] = {"__name__": "__main__"}
+    file, begins = page, {block.line: block.line for block in found}
+    if page in SAVED:
+        file = tmp_path / "train.py"
+        begins = saved(found, file)
+    namespace: dict[str, object] = {"__name__": "__main__", "__file__": str(file)}
     for block, after in zip(found, [*found[1:], None], strict=False):
         if block.language != "python":
             continue
         expected = after.code if after is not None and after.language == "text" else None
         # empty lines before it, so that a traceback shows the page's own line
-        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+        code = compile("\n" * (begins[block.line] - 1) + block.code, str(file), "exec")
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             if block.fails:
                 with pytest.raises(Exception) as raised:  # noqa: PT011  the text block says which
                     exec(code, namespace)
-                says = elsewhere(f"{type(raised.value).__name__}: {raised.value}", page)
+                notes = getattr(raised.value, "__notes__", [])
+                says = elsewhere("\n".join([f"{type(raised.value).__name__}: {raised.value}", *notes]), page, file)
                 assert expected is None or expected in says, f"line {block.line} raises\n{says}"
             else:
                 exec(code, namespace)
         if expected is not None and not block.fails:
-            assert elsewhere(printed.getvalue(), page).strip() == expected.strip(), f"line {block.line} prints something else"
+            assert elsewhere(printed.getvalue(), page, file).strip() == expected.strip(), (
+                f"line {block.line} prints something else"
+            )
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
@@ -112,8 +135,20 @@ def test_every_relative_link_points_at_something(page: Path):
 
 def test_every_page_can_be_reached_from_the_index():
     index = (ROOT / "docs/index.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert page.name == "index.md" or f"({page.name})" in index, f"docs/index.md does not link {page.name}"
+    for page in (ROOT / "docs").rglob("*.md"):
+        path = page.relative_to(ROOT / "docs").as_posix()
+        assert path == "index.md" or f"({path})" in index, f"docs/index.md does not link {path}"
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = re.findall(r"^::: graphkeep\.(\w+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(graphkeep.__all__)
+
+
+def test_every_recipe_compares_with_plain_torch():
+    for page in (ROOT / "docs/recipes").glob("*.md"):
+        last = [block.code for block in blocks(page.read_text()) if block.language == "python"][-1]
+        assert "torch.testing.assert_close(" in last, f"{relative(page)} ends without a comparison"
 
 
 def test_no_file_names_a_path_of_somebody_s_machine():

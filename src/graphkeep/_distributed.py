@@ -92,7 +92,7 @@ def wrapped(model: Callable[..., Any]) -> Plain:
             kinds = {kind.__name__ for kind in type(module).__mro__}
             if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
                 raise ArgumentError(
-                    "gk.infer cannot replay a module that FSDP shards yet", instead="DistributedDataParallel, or gk.cut"
+                    "gk.infer cannot replay a module that FSDP shards", instead="DistributedDataParallel, or gk.cut"
                 )
             if "DistributedDataParallel" in kinds and module is not model:
                 raise ArgumentError(

@@ -45,9 +45,11 @@ def storages(tensor: torch.Tensor) -> Iterator[Storage]:
     for part in parts:
         if part.device.type != "meta":
             try:
-                yield part.untyped_storage()
+                storage = part.untyped_storage()
             except RuntimeError:  # opaque layouts have no storage to speak of
                 continue
+            if storage.device.type != "meta":  # that of what the compiler traces with
+                yield storage
 
 
 class StorageSet:

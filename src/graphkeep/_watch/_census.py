@@ -66,9 +66,16 @@ class Held:
 
 
 def live_tensors(ignore: Collection[int] = ()) -> list[torch.Tensor]:
-    """Every live tensor that has a history."""
+    """Every live tensor that has a history; none of those that the compiler traces with."""
     with torch._C.DisableTorchFunction():
-        return [obj for obj in instances(torch.Tensor) if id(obj) not in ignore and grad_fn(obj) is not None]
+        return [
+            obj
+            for obj in instances(torch.Tensor)
+            if id(obj) not in ignore and not type(obj).__module__.startswith(_TRACED) and grad_fn(obj) is not None
+        ]
+
+
+_TRACED = "torch._subclasses."
 
 
 def instances(kind: type) -> list[Any]:

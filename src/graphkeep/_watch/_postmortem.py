@@ -285,7 +285,9 @@ def _advice(
         call = _call_with(name, built, by)
         return f"`{call}` in the loss of backward {by.number if by else 1}, which is not meant to reach what made `{name}`"
     state = holder.kind in ("attribute", "element", "global", "closure", "default", "cache") or name != plain or "." in name
-    if state and (same_line or by is None or not same_step):
+    once = built is not None and here is not None and built.file == here.file
+    once = once and _source.made_before_loop(here.file, here.line, name, built.line)  # type: ignore[union-attr]
+    if state and not once and (same_line or by is None or not same_step):
         store = next((s for s in _source.stores(file, name) if s.detached), None) if file else None
         if store is not None and file is not None:
             return f"`{store.detached}` at {short(file)}:{store.line}: what is kept for a later step must carry no graph"
@@ -298,7 +300,7 @@ def _advice(
             )
         return (
             f"`with gk.cut({name}) as {name}:` around the loop: each backward frees its own part, and what leads to `{name}` "
-            "runs once"
+            "runs once; or gk.infer, where each backward runs its own rows alone"
         )
     if between:
         return (

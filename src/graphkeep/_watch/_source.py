@@ -188,6 +188,15 @@ def carried(file: str, line: int) -> list[tuple[str, int]]:
     return list(first.items())
 
 
+def made_before_loop(file: str, line: int, name: str, built: int) -> bool:
+    """Whether a line stands in a loop that reads a plain name, and the name was assigned before the loop, at `built`, only."""
+    loop = _innermost(file, line, (ast.For, ast.AsyncFor, ast.While))
+    if loop is None or not name.isidentifier() or built >= loop.lineno:
+        return False
+    names = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == name]
+    return bool(names) and not any(isinstance(node.ctx, ast.Store) for node in names)
+
+
 def assigned_names(file: str, line: int) -> list[str]:
     """The names that the statement on a line assigns."""
     names = []
