@@ -15,6 +15,10 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
+_FOLDERS = {
+    "examples": ("Examples", "python"),
+    "examples/distributed": ("Examples for several ranks", "torchrun --nproc-per-node 2"),
+}
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 
@@ -22,17 +26,19 @@ def _outside() -> dict[str, str]:
     """Files of the repository that are pages of the site: path in the repository, path in the site."""
     pages = {name: name.lower() for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")}
     pages["LICENSE"] = "licence.md"
-    for example in sorted((ROOT / "examples").glob("*.py")):
-        pages[f"examples/{example.name}"] = f"examples/{example.stem}.md"
-    pages["examples"] = "examples/index.md"
+    for folder in _FOLDERS:
+        for example in sorted((ROOT / folder).glob("*.py")):
+            pages[f"{folder}/{example.name}"] = f"{folder}/{example.stem}.md"
+        pages[folder] = f"{folder}/index.md"
     return pages
 
 
 def _content(path: str) -> str:
-    if path == "examples":
-        scripts = sorted((ROOT / "examples").glob("*.py"))
+    if path in _FOLDERS:
+        scripts = sorted((ROOT / path).glob("*.py"))
         listed = "\n".join(f"- [{script.name}]({script.name}): {_summary(script)}" for script in scripts)
-        return f"# Examples\n\nEach runs as it stands: `python examples/{scripts[0].name}`.\n\n{listed}\n"
+        title, command = _FOLDERS[path]
+        return f"# {title}\n\nEach runs as it stands: `{command} {path}/{scripts[0].name}`.\n\n{listed}\n"
     text = (ROOT / path).read_text(encoding="utf-8")
     if path.endswith(".md"):
         return text
@@ -60,7 +66,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     site = page.file.src_uri
     by_page = {there: path for path, there in _outside().items()}
     here = by_page.get(site, f"docs/{site}")
-    folder = here if here == "examples" else posixpath.dirname(here)
+    folder = here if here in _FOLDERS else posixpath.dirname(here)
 
     def link(found: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(folder, found["target"]))
