@@ -292,12 +292,13 @@ def test_a_step_that_surprises_where_the_limit_just_held_those_before_is_within_
     expected = [plain(k) for k in range(9)]
     with gk.budget(WIDE) as wide:
         surprising(late, at=-1)(0)
-    with gk.budget(wide.peak) as b:
+    limit = wide.peak + BYTES  # in such a step nobody can tell its input from what is computed, so that has to fit as well
+    with gk.budget(limit) as b:
         torch.manual_seed(3)
         ours = surprising(late, at=6)
         found = [ours(k) for k in range(6)]
         assert b._holdings.slack.expected, "the steps are written down: the case is not what it is meant to be"
         found += [ours(k) for k in range(6, 9)]
     assert same(found, expected)
-    assert b.peak <= wide.peak
+    assert b.peak <= limit
     assert b.live == 0

@@ -25,6 +25,7 @@ from graphkeep._eager import eager
 from graphkeep._errors import (
     ArgumentError,
     ArgumentTypeError,
+    BudgetError,
     ChangedGraphError,
     ClosedCutError,
     FreedGraphError,
@@ -204,6 +205,8 @@ class cut(Generic[T]):
     def _check_node(self, node: Node, freed: str) -> None:
         try:
             _saved.check(node)
+        except BudgetError:
+            raise
         except RuntimeError as error:
             where = f"the {_graph.op(node)} below gk.cut() at {self._trunk.where}"
             if "modified by an inplace operation" in str(error):

@@ -264,12 +264,13 @@ def release_all(nodes: Iterable[Node], tombstone: Tombstone) -> list[Node]:
 def check(node: Node) -> None:
     """Raise torch's own error if a backward through this node would: freed before, or changed in place since.
 
-    Slots that other saved-tensor hooks own are not touched: unpacking them may recompute a forward.
+    Slots that other saved-tensor hooks own are not touched: unpacking them may recompute a forward. Nor are those that a
+    budget has dropped: it checks them when it brings them back.
     """
     for attribute in _names(node):
         name = attribute.removeprefix(_PREFIX)
         raws = _raw(node, attribute) or ()
-        if _HAS_DATA and any(raw is not None and _is_foreign(raw) for raw in raws):
+        if _HAS_DATA and any(raw is not None and (_is_foreign(raw) or _is_dropped(raw)) for raw in raws):
             continue
         getattr(node, _value_name(node, name))
 
@@ -277,6 +278,10 @@ def check(node: Node) -> None:
 def _is_foreign(raw: Any) -> bool:
     hook = raw.unpack_hook
     return hook is not None and not isinstance(hook, Tombstone) and not isinstance(raw.data, Packed)
+
+
+def _is_dropped(raw: Any) -> bool:
+    return _read("", raw).state is State.DROPPED
 
 
 def hides(node: Node) -> bool:

@@ -7,6 +7,7 @@ with nothing kept: that is the least that can be had (`_plan.smallest`).
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from graphkeep._budget._rerun import Rerun, aside
@@ -51,7 +52,7 @@ class Again:
     def _run(self, wanted: Value, strict: bool) -> bool:
         """Run what it takes; False where there is no room for it."""
         store = self.store
-        missing = _Missing(wanted, store.call)
+        missing = _Missing(wanted, store)
         readers, there = missing.readers, missing.there
         own: dict[int, Value] = {}  # what is there for this call only
         try:
@@ -120,12 +121,11 @@ class _Missing:
         ops: to run, in order.
         readers: how many of them read each value, by id; one more for the value itself.
         there: the storages that are there, by the value's id.
-        call: of the engine in which it is.
         spilled: the values that are on the host.
     """
 
-    def __init__(self, wanted: Value, call: int) -> None:
-        self.call = call
+    def __init__(self, wanted: Value, store: Store) -> None:
+        self.store = store
         ops: dict[int, Op] = {}
         self.readers: dict[int, int] = {}
         self.there: dict[int, Storage] = {}
@@ -147,7 +147,14 @@ class _Missing:
     def _is_there(self, value: Value) -> bool:
         storage = value.now()
         if storage is not None:
-            _check_unchanged(value, self.call)
+            if (
+                value.checksum is not None
+                and value.nbytes > _SMALL
+                and self.store.call >= 0
+                and value.checked != self.store.call
+            ):
+                self.store.checked.append(weakref.ref(value))  # and once more when it has ended
+            _check_unchanged(value, self.store.call)
             self.there[id(value)] = storage
         elif value.spilled is not None:
             self.spilled.append(value)
@@ -168,10 +175,9 @@ def _check_unchanged(value: Value, call: int) -> None:
     if value.op is None:
         witness = value.seen()
         changed = witness is not None and witness._version != value.version
-        if value.checksum is not None and value.kept is not None and (value.checked != call or call < 0):
+        if value.checked != call or call < 0 or value.nbytes <= _SMALL:
             value.checked = call
-            with aside():
-                changed = changed or checksum(value.kept.storage) != value.checksum
+            refuse_changed(value)
     elif value.held is not None:
         for ref in value.slots.values():
             entry: Any = ref()
@@ -179,11 +185,27 @@ def _check_unchanged(value: Value, call: int) -> None:
                 changed = entry.tensor._version != entry.version
                 break
     if changed:
-        raise ChangedGraphError(
-            "what was dropped needs what a tensor held that was changed inside a backward, after the budget, or through numpy",
-            where=caller(),
-            instead="change it after the backward, or give the forward a .clone() of it",
-        )
+        raise _changed()
+
+
+_SMALL = 1 << 16  # bytes that are looked at each time
+
+
+def refuse_changed(value: Value | None) -> None:
+    """Raise if the content of an input is no longer what it was."""
+    if value is not None and value.checksum is not None and value.kept is not None:
+        with aside():
+            same = checksum(value.kept.storage) == value.checksum
+        if not same:
+            raise _changed()
+
+
+def _changed() -> ChangedGraphError:
+    return ChangedGraphError(
+        "what was dropped needs what a tensor held that was changed inside a backward, after the budget, or through numpy",
+        where=caller(),
+        instead="change it after the backward, or give the forward a .clone() of it",
+    )
 
 
 def _gone_for_good() -> ChangedGraphError:

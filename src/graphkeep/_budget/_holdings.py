@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from graphkeep._budget._again import Again
+from graphkeep._budget._again import Again, refuse_changed
 from graphkeep._budget._meter import Meter
 from graphkeep._budget._modes import Modes
 from graphkeep._budget._outside import Outside
 from graphkeep._budget._record import Mode, Record
 from graphkeep._budget._rerun import aside
-from graphkeep._budget._slack import Slack
+from graphkeep._budget._slack import Saved, Slack
 from graphkeep._budget._steps import Steps
-from graphkeep._budget._store import NO_TENSOR, Store
+from graphkeep._budget._store import GONE, NO_TENSOR, UNWRITTEN, Store
 from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Geometry, Kept, Storage, Value, geometry
 from graphkeep._ledger import LEDGER, Call, Companion, Entry, changed_error
@@ -99,7 +99,6 @@ class Holdings(Companion):
         self.outside = Outside(self.record, self.store)
         self.modes = Modes(self._mode, self.store)
         self.slack = Slack()
-        self._broken = False  # whether any op is, in this step
         self._orphans: list[Value] = []  # nobody has them any more, and others can only be had again from them
         self._waiting: list[weakref.ref[Value]] = []  # those with entries, once nobody counts
         self._lock = self.record.lock
@@ -140,19 +139,19 @@ class Holdings(Companion):
         if self.slack.expected:
             if self.record.resting:  # the graph of the step before has gone without a backward
                 self.end_step()
-            counted = self._expected(storage.nbytes())
+            counted = self._expected(entry, tensor, storage)
             if counted is False:
                 return
             if counted:
-                value = value or self.record.adopt(storage)
+                value = value or self._unwritten(storage)
         if value is None:
             base = tensor if tensor._base is None else tensor._base
             if base.is_leaf or not tensor.requires_grad:
-                self.steps.calls.append(storage.nbytes() << 1)
+                self._note(entry, tensor, storage, False)
                 return  # an input
-            value = self.record.adopt(storage)
+            value = self._unwritten(storage) if self.slack.unwritten else self.record.adopt(storage)
         counts = not (value.apart or entry.source is not None or storage in self.outside)
-        self.steps.calls.append(storage.nbytes() << 1 | counts)
+        self._note(entry, tensor, storage, counts)
         if not counts:
             return
         if where is None:  # a subclass, or sparse: counted, and never dropped
@@ -160,13 +159,15 @@ class Holdings(Companion):
             where = _NOWHERE
         entry.source = Source(self, value, where)
         value.last = max(value.last, entry.node)
+        if self.modes.others_rest:  # and may change what it would be made from
+            value.pinned = value.pinned or UNWRITTEN
         first = not value.slots
         if self.steps.too_small:
             raise self.store.too_small(0)
         value.slots[entry.number] = weakref.ref(entry)
         if first:
-            if self._broken and not value.pinned and value.broken():
-                value.pinned = "what it was made from is gone"
+            if self.store.any_broken and not value.pinned and value.broken():
+                value.pinned = GONE
             self.store.values[id(value)] = value
             self.record.trace.note("save", value, entry.node)
             self.store.numbered[value.number] = value
@@ -185,11 +186,7 @@ class Holdings(Companion):
             self.store.dropped_bytes += value.nbytes
         elif first or value.pinned:
             self.store.later(-1, 0)
-            fits = self.store.room(value.nbytes, ())
-            if not fits and self.slack.unwritten:
-                self.store.rescue()
-                fits = self.store.room(value.nbytes, ())
-            if fits:
+            if self.store.room(value.nbytes, ()):
                 self.store.hold(value, storage)
             elif self.store.stays(value):
                 raise self.store.too_small(value.nbytes)
@@ -198,26 +195,35 @@ class Holdings(Companion):
                 self.store.spill(value, storage)
                 self.store.dropped_bytes += value.nbytes
 
-    def _expected(self, nbytes: int) -> bool | None:
+    def _expected(self, entry: Entry, tensor: torch.Tensor, storage: Storage) -> bool | None:
         """Whether what is saved counts, in a step that is not written down; None if from now on it is."""
-        counts = self.slack.counts(len(self.steps.calls), nbytes)
+        base = tensor if tensor._base is None else tensor._base
+        own = tensor.requires_grad and not base.is_leaf and storage not in self.outside
+        counts = self.slack.counts(len(self.steps.calls), storage.nbytes(), tensor.requires_grad, own, entry.node)
         if counts is False:
-            self.steps.calls.append(nbytes << 1)
+            self._note(entry, tensor, storage, False)
         elif counts is None:
-            self.store.rescue()
             self.record.begun = True
             if not LEDGER.active:  # otherwise once the engine has ended
-                self.modes.on()
+                self.modes.on(within=True)
         return counts
+
+    def _note(self, entry: Entry, tensor: torch.Tensor, storage: Storage, counts: bool) -> None:
+        self.steps.calls.append(Saved(storage.nbytes(), counts, tensor.requires_grad, self.slack.number(entry.node)))
+
+    def _unwritten(self, storage: Storage) -> Value:
+        value = self.record.adopt(storage)
+        value.pinned = UNWRITTEN
+        return value
 
     def died(self, entry: Entry, call: Call | None) -> None:
         source = entry.source
-        if source is None or source.holdings is not self:
-            return
-        with self._lock:
-            value = source.value
-            if value.slots.pop(entry.number, None) is None or value.slots:
-                return
+        if source is not None and source.holdings is self:
+            self._lock.call(functools.partial(self._died, source, entry.number, entry.node, call is None))
+
+    def _died(self, source: Source, number: int, node: int, quietly: bool) -> None:
+        value = source.value
+        if value.slots.pop(number, None) is not None and not value.slots:
             self.store.values.pop(id(value), None)
             if self.store.numbered.get(value.number) is value:
                 del self.store.numbered[value.number]
@@ -231,17 +237,14 @@ class Holdings(Companion):
                     self._orphans.remove(orphan)
                     self._part(orphan)
             if value.trace is self.record.trace:
-                self.record.trace.note("die", value, entry.node)
-            if not self.store.values and call is None:
+                self.record.trace.note("die", value, node)
+            if not self.store.values and quietly:
                 self.record.resting = True
 
     def _part(self, value: Value) -> None:
         """Let go of a value; what was made from it can then not be had again if the value cannot."""
         if value.op is None and value.kept is None:
-            for ref in value.readers:
-                op = ref()
-                if op is not None:
-                    op.broken = self._broken = True
+            self.store.any_broken = value.break_readers() or self.store.any_broken
         self.store.let_go(value)
 
     def _needed(self, value: Value) -> bool:
@@ -249,7 +252,7 @@ class Holdings(Companion):
         first = min([op.number for ref in value.readers if (op := ref()) is not None], default=None)
         if first is None:
             return False
-        todo = [other.op for other in self.store.values.values() if other.op is not None and other.op.number >= first]
+        todo = [other.op for other in list(self.store.values.values()) if other.op is not None and other.op.number >= first]
         seen = {id(op) for op in todo}
         while todo:
             op = todo.pop()
@@ -281,12 +284,18 @@ class Holdings(Companion):
         outermost = not self.modes.calls
         if outermost:
             self.store.call = -1
+            checked, self.store.checked = self.store.checked, []
+            if error is None:
+                for ref in checked:
+                    refuse_changed(ref())
         if outermost and self._over(call, error):
             self.end_step(ran=True)
-            if popped and self.modes.threads == 1:
+            if popped and self.modes.threads == 1 and not self.store.values:
                 self.slack.expected = self.steps.slack()
         if not self.slack.expected and (popped or outermost):
             self.modes.on()
+        else:
+            self.modes.rest()
 
     def _over(self, call: Call, error: BaseException | None) -> bool:
         """Whether a step has ended with a call of the engine: no graph is left, or little, which lives on."""
@@ -295,7 +304,7 @@ class Holdings(Companion):
         trace = self.record.trace
         if error is not None or call.retain_graph or not trace.saved_bytes:
             return False
-        left = sum([value.nbytes for value in self.store.values.values() if value.trace is trace])
+        left = sum([value.nbytes for value in list(self.store.values.values()) if value.trace is trace])
         return left <= _LITTLE * trace.saved_bytes
 
     def used(self, entry: Entry) -> None:
@@ -338,7 +347,7 @@ class Holdings(Companion):
             for orphan in [orphan for orphan in self._orphans if not self._needed(orphan)]:
                 self._orphans.remove(orphan)
                 self.store.let_go(orphan)
-            self._broken = self._broken and bool(self.store.values)
+            self.store.any_broken = self.store.any_broken and bool(self.store.values)
             self.store.rest()
             self.record.forget()
             self.record.small = min(_SMALL, (self.steps.limit or 0) >> 8)
@@ -378,6 +387,24 @@ class Holdings(Companion):
             trace.note("keep", value, _sequence_number())
             value.kept = Kept(copy, functools.partial(self._copied, weakref.ref(trace), value.number))
             value.apart, value.witness = False, _gone
+
+    def alone(self, value: Value) -> None:
+        """The program has let go of an input that ops have read which may run again: now it is held for them."""
+        self._lock.call(functools.partial(self._alone, value))
+
+    def _alone(self, value: Value) -> None:
+        trace = self.record.trace
+        if self.store.active and value.kept is not None and value.kept.count is None and value.trace is trace:
+            if not self._needed(value):  # by what is saved: what comes later and needs it will not be dropped
+                value.kept = None
+                self.store.any_broken = value.break_readers() or self.store.any_broken
+                return
+            self.store.alone.append(weakref.ref(value))
+            self.store.room(value.nbytes, ())
+            if value.kept is not None:
+                trace.note("keep", value, _sequence_number())
+                count = functools.partial(self._copied, weakref.ref(trace), value.number)
+                value.kept = Kept(value.kept.storage, count)
 
     def _copied(self, trace: Callable[[], Trace | None], number: int, more: int) -> None:
         """A copy has come, or gone."""
@@ -440,7 +467,7 @@ class Holdings(Companion):
             self.outside.clear()
             self.modes.make = None
             self._orphans.clear()
-            self.record.forget()
+            self.record.close()
 
     def _keep_inputs(self) -> None:
         """Copies of the inputs that dropped values will be had from: from now on nobody sees them change."""

@@ -19,6 +19,7 @@ from graphkeep._budget._store import Store
 from graphkeep._ledger import LEDGER, Call
 
 _on_stack: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class _Outer(NamedTuple):
@@ -45,6 +46,7 @@ class Modes:
     Attributes:
         threads: that are inside.
         calls: of the engine, in any thread.
+        resting: idents of those of the threads in whose steps nothing is written down.
     """
 
     def __init__(self, make: Callable[[], Mode], store: Store) -> None:
@@ -52,6 +54,7 @@ class Modes:
         self.store = store
         self.threads = 0
         self.calls: dict[int, _Outer] = {}
+        self.resting: set[int] = set()
         self._mine = _Mine()
 
     def enter(self) -> None:
@@ -69,6 +72,7 @@ class Modes:
             return
         LEDGER.has_mode(-1)
         self.threads -= 1
+        self.resting.discard(threading.get_ident())
         on, self._mine.on = self._mine.on, False
         above = []
         while on and _on_stack():
@@ -79,12 +83,28 @@ class Modes:
         for other in reversed(above):
             _push_mode(other)
 
-    def on(self) -> None:
-        """Put it on this thread's stack, if it is not there."""
+    def on(self, within: bool = False) -> None:
+        """Put it on this thread's stack, if it is not there.
+
+        Arguments:
+            within: an op that is running, whose own calls of other ops are not written down.
+        """
         mine = self._mine
         if mine.mode is not None and not mine.on:
             mine.on = True
+            mine.mode.within = _sequence_number() if within else -1
             _push_mode(mine.mode)
+            self.resting.discard(threading.get_ident())
+
+    def rest(self) -> None:
+        """It stays off in this thread."""
+        if self._mine.mode is not None and not self._mine.on:
+            self.resting.add(threading.get_ident())
+
+    @property
+    def others_rest(self) -> bool:
+        """Whether another thread may change things unseen."""
+        return bool(self.resting) and not self.resting <= {threading.get_ident()}
 
     def begins(self, call: Call) -> None:
         """The engine is about to run."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphkeep._budget._greedy import greedy
+from graphkeep._budget._slack import Saved
 from graphkeep._budget._trace import Simulated, TookTooLongError, Trace
 
 PATIENCE = 1.0  # seconds that a plan may take
@@ -43,7 +44,7 @@ class Plan:
         fits: whether that is within the limit.
         limit: in bytes.
         trace: what it was made from.
-        calls: everything that was saved, in order, also again and what does not count: twice its bytes, and 1 if it counts.
+        calls: everything that was saved, in order, also again and what does not count.
     """
 
     saves: list[tuple[int, int]]
@@ -54,12 +55,14 @@ class Plan:
     fits: bool
     limit: int
     trace: Trace
-    calls: tuple[int, ...] = ()
+    calls: tuple[Saved, ...] = ()
 
     @property
     def slack(self) -> bool:
-        """Whether nothing is dropped."""
-        return self.fits and not self.seconds and not self.dropped and not self.later
+        """Whether nothing is dropped, and would not be if all inputs had been computed: in steps like it nobody can tell."""
+        inputs = sum([saved.nbytes for saved in self.calls if not (saved.counts or saved.grad)])
+        nothing = not self.seconds and not self.dropped and not self.later
+        return self.fits and nothing and self.most + inputs <= self.limit
 
 
 def plan(trace: Trace, limit: int, patience: float = PATIENCE) -> Plan:

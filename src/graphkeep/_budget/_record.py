@@ -9,16 +9,16 @@ results are the graph's inputs.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from graphkeep._budget import _roofline
+from graphkeep._budget._section import Section
 from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Alive, Kept, Op, Ref, Scratch, Storage, Value, checksum, geometry
 from graphkeep._distributed import Gathered
@@ -28,9 +28,13 @@ if TYPE_CHECKING:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _REPEATABLE = ("aten", "prims", "prim")  # a kernel of somebody else's, or a collective, is not run again
+_COLLECTIVE = ("c10d", "c10d_functional", "_c10d_functional", "fsdp", "symm_mem")  # may write to whatever they are given
 _strided = torch.strided
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _grad_enabled = torch.is_grad_enabled
 _now = time.perf_counter
+_stack: Callable[[], Any] = _get_current_dispatch_mode_stack
 SMALL = 1 << 14  # bytes of a result of a random op that is rather kept than drawn again: a generator's state takes 5,056
 
 
@@ -50,6 +54,7 @@ class Kind(NamedTuple):
         training: position of its argument that says whether it does.
         counted: whether torch counts, in the version, that it changes them.
         lists: whether it changes the tensors of lists, and torch counts that without a dispatch mode.
+        collective: whether it may change all that it is given, without saying so.
     """
 
     view: bool
@@ -61,6 +66,7 @@ class Kind(NamedTuple):
     training: int
     counted: bool
     lists: bool
+    collective: bool
 
 
 @functools.cache
@@ -87,6 +93,7 @@ def kind_of(func: Any) -> Kind:
         training,
         func.overloadpacket not in _UNCOUNTED,
         bool(changes) and func.__name__.startswith("_foreach_"),
+        func.namespace in _COLLECTIVE,
     )
 
 
@@ -137,6 +144,7 @@ class Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
         self.off = 0  # above 0, ops are run and not written down
+        self.within = -1  # the sequence number at which it was put on in the middle of an op; no new node has been made since
         self.meter = meter
         self.room = room
 
@@ -147,7 +155,7 @@ class Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = kind_of(func)
-        if kind.view:
+        if (kind.view and not kind.collective) or self.record.closed:
             return func(*args, **kwargs) if kwargs else func(*args)
         if self.meter is not None and self.room is not None:
             self.room(self.meter.need(func, kind, args, kwargs or {}))
@@ -159,8 +167,12 @@ class Mode(TorchDispatchMode):
     def _run(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
         if kind.lists:
             versions = [tensor._version for tensor in changed(kind, args, kwargs or {})]
+        if self.within >= 0 and self.within != _sequence_number():
+            self.within = -1
         if self.off:
             out = func(*args, **kwargs) if kwargs else func(*args)
+        elif self.within >= 0:
+            out = self.record.run_unwritten(func, kind, args, kwargs or {}, own=False)
         else:
             out = self.record.run(func, kind, args, kwargs or {})
         if kind.lists:  # with a dispatch mode active torch does not count these changes
@@ -180,6 +192,9 @@ class Owner(Protocol):
     def changed(self, old: Value, new: Value) -> None:
         """What somebody has saved was changed in place: a version error, unless what was saved does not count that change."""
 
+    def alone(self, value: Value) -> None:
+        """The program has let go of an input that ops have read which may run again."""
+
     def end_step(self) -> None:
         """The first op runs after the last graph has gone."""
 
@@ -193,9 +208,10 @@ class Record:
 
     def __init__(self, owner: Owner) -> None:
         self.owner: Callable[[], Owner | None] = weakref.ref(owner)
-        self.lock = threading.RLock()
+        self.lock = Section()
         self.resting = False  # the last graph has gone
         self.begun = False  # an op with a history has run
+        self.closed = False  # nobody listens any more; a thread that nobody has told may still have the mode on
         self.trace = Trace()
         self.small = 0  # integer results of so many bytes at most are kept
         self._made: dict[int, Value] = {}
@@ -204,10 +220,18 @@ class Record:
         self._gathered = Gathered()
 
     def forget(self) -> None:
-        """No graph is alive: what there is now are the inputs of the next."""
+        """A step has ended: what there is now are the inputs of the next, but for what graphs have saved that live on."""
+        known = [(key, value) for key, value in list(self._made.items()) if value.slots]
         self._made.clear()
+        self._made.update(known)
         self.trace = Trace()
         self.begun = self.resting = False
+
+    def close(self) -> None:
+        """Nobody listens any more."""
+        self.closed = True
+        self.forget()
+        self._made.clear()
 
     def value_of(self, storage: Storage) -> Value | None:
         """What a storage holds now; None if the record has not seen it."""
@@ -236,7 +260,7 @@ class Record:
         if not self.begun and _grad_enabled():
             self.begun = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         if not self.begun or not _grad_enabled():
-            return self._unwritten(func, kind, args, kwargs)
+            return self.run_unwritten(func, kind, args, kwargs)
         norm = kind.statistics >= 0 and len(args) > kind.training and bool(args[kind.training])
         changes = self._about_to_change(kind, args, kwargs, norm)
         values: dict[int, Value] = {}
@@ -247,6 +271,8 @@ class Record:
                 k = kind.statistics
                 reads = (*args[:k], *(None if t is None else Scratch(geometry(t)) for t in args[k : k + 2]), *args[k + 2 :])
             try:
+                if _modes() and any(map(_alters, _stack())):  # without it, the op would give something else
+                    raise _OpaqueError
                 written = self._written(reads, values)
                 op = Op(func, written, self._written(kwargs, values) if kwargs else kwargs, tuple(values.values()))
                 for value in op.reads:
@@ -270,7 +296,7 @@ class Record:
         with self.lock:  # another thread may be at it, or end the step
             if op is not None:
                 op.traced = self.trace.add_op(op)
-            if norm:
+            if norm or kind.collective:
                 for storage in changes:
                     self._lost(storage, counted=False)
             elif changes:
@@ -280,14 +306,19 @@ class Record:
             self._results(op, out, values if op is not None else None, args, kwargs)
         return out
 
-    def _unwritten(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
+    def run_unwritten(self, func: Any, kind: Kind, args: Any, kwargs: Any, own: bool = True) -> Any:
+        """Run an op that is not written down, but for what it changes.
+
+        Arguments:
+            own: whether what it makes is known from then on, as something that cannot be made again.
+        """
         norm = kind.statistics >= 0 and len(args) > kind.training and bool(args[kind.training])
         changes = self._about_to_change(kind, args, kwargs, norm)
         out = func(*args, **kwargs)
         with self.lock:
             for storage in changes:
-                self._lost(storage, counted=not norm)
-            if self.begun:
+                self._lost(storage, counted=not (norm or kind.collective))
+            if self.begun and own:
                 self._results(None, out, None, args, kwargs)
         return out
 
@@ -315,6 +346,8 @@ class Record:
         """The storages that an op changes; who needs what they hold now is told."""
         if norm:
             tensors: Any = [t for t in args[kind.statistics : kind.statistics + 2] if t is not None]
+        elif kind.collective:
+            tensors = list(tensors_in((args, kwargs)))
         elif kind.changes:
             tensors = changed(kind, args, kwargs)
         else:
@@ -390,6 +423,9 @@ class Record:
             elif value.op is None and not (value.slots or value.kept):
                 # it cannot be made again, and to keep it would take more than the graph does without a budget
                 raise _OpaqueError
+            elif value.op is not None and not storage.resizable():  # numpy has it, and may have written into it
+                self._lost(storage, counted=False)
+                raise _OpaqueError
             values[key] = value
         return Ref(value, geometry(tensor))
 
@@ -405,8 +441,11 @@ class Record:
             value.apart = True
             value.watch(base)
             value.kept = Kept(storage, None)
-            if not tensor.requires_grad and type(base) is torch.Tensor and storage.device.type == "cpu":
-                value.checksum = checksum(storage)
+            if not tensor.requires_grad and type(base) is torch.Tensor:
+                if storage.device.type == "cpu":
+                    value.checksum = checksum(storage)
+                if self.begun:
+                    value.witness = weakref.ref(base, functools.partial(_let_go_of, self.owner, weakref.ref(value)))
             self._leaves[key] = value
         return value
 
@@ -459,6 +498,12 @@ class Record:
                 self._tell(old, new, storage, counted)
 
 
+def _let_go_of(owner: Callable[[], Owner | None], value: Callable[[], Value | None], _tensor: object) -> None:
+    who, what = owner(), value()
+    if who is not None and what is not None:
+        who.alone(what)
+
+
 def _has_hooks(leaf: Any) -> bool:
     return bool(leaf._backward_hooks) or bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
 
@@ -471,6 +516,14 @@ def _gone(made: dict[int, Value], alive: Alive) -> None:
 
 class _OpaqueError(Exception):
     pass
+
+
+def _alters(mode: object) -> bool:
+    """Whether a dispatch mode of the program's may change results."""
+    return type(mode).__name__ not in _HARMLESS and not isinstance(mode, Mode)
+
+
+_HARMLESS = ("FlopCounterMode", "CommDebugMode", "_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 
 
 INDICES = "its few integers (indices, a mask) must not come out otherwise"

@@ -78,7 +78,14 @@ class Rerun:
                     own[id(ref.value)] = storage if spent(ref.value) else storage.clone()
 
         args, kwargs = _built(op.args, find, own), _built(op.kwargs, find, own) if op.kwargs else {}
-        out = op.func(*args, **kwargs) if op.generator is None else self._random(op, kind, args, kwargs)
+        dtype = torch.get_default_dtype()
+        if dtype is not op.dtype:
+            torch.set_default_dtype(op.dtype)
+        try:
+            out = op.func(*args, **kwargs) if op.generator is None else self._random(op, kind, args, kwargs)
+        finally:
+            if dtype is not op.dtype:
+                torch.set_default_dtype(dtype)
         self.storages = {place: tensor.untyped_storage() for place, tensor in enumerate(tensors_in(out))}
         self.storages |= {-1 - n: tensor.untyped_storage() for n, tensor in enumerate(changed(kind, args, kwargs))}
         count: Any = flop_registry.get(op.func._overloadpacket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphkeep._budget._plan import PATIENCE, Plan, plan, smallest
+from graphkeep._budget._slack import Saved
 from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Value
 
@@ -40,7 +41,7 @@ class Steps:
         self.last: Trace | None = None
         self.count = self.followed = 0
         self.plans: list[Plan] = []  # the one followed last comes last
-        self.calls: list[int] = []  # what was saved in this step, as in `Plan.calls`
+        self.calls: list[Saved] = []  # what was saved in this step, as in `Plan.calls`
         self._used: dict[int, int] = {}  # how often each was followed, by id
         self._seen: dict[int, None] = {}  # streams, by hash, the latest last
         self._saves: list[tuple[int, int]] = []
@@ -103,7 +104,7 @@ class Steps:
         elif self.plan_of(trace) is None:
             self.limit = max(self.limit, int(self.share * trace.peak(())[0]))
 
-    def slack(self) -> tuple[int, ...]:
+    def slack(self) -> tuple[Saved, ...]:
         """What the next step will save, if it is like the last and nothing of it has to be dropped; empty if not known."""
         plan = self.plans[-1] if self.plans and self._steady >= _STEADY else None
         return plan.calls if plan is not None and plan.slack else ()

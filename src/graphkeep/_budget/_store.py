@@ -8,6 +8,7 @@ it says. The costs of all candidates are not asked for at every drop, but when t
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Container
 
 import torch
@@ -25,6 +26,8 @@ _DEEPEST = 64  # ops that are looked at to tell what having a value again costs
 _PARTS = 16  # the cheapest 16th of what can be dropped goes before all are looked at again
 _DEARER = 1.5  # times what it was thought to cost, a victim stays for now
 NO_TENSOR = "it is no plain tensor"
+GONE = "what it was made from is gone"
+UNWRITTEN = "its step was not written down; it may go to the host"
 _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
@@ -56,7 +59,6 @@ class Store:
         self.record = record
         self.host: Host | None = None if spill == "recompute" else Host()
         self._spare = self.host or Host()
-        self._rescues = False
         self.recompute = spill != "host"
         self.meter = meter
         self.drop_all = False
@@ -67,6 +69,9 @@ class Store:
         self.mine = _Mine()
         self.in_use: set[int] = set()  # ids of the values that nodes which run now, in any thread, have been given
         self.call = -1  # of the engine, in which inputs are not changed by hooks
+        self.checked: list[weakref.ref[Value]] = []  # inputs whose content was looked at in it
+        self.alone: list[weakref.ref[Value]] = []  # inputs that the program has let go of
+        self.any_broken = False  # whether an op is, in this step
         self._victims: list[tuple[float, Value]] = []  # the first to go are the last
         self._live = self._peak = 0
 
@@ -94,8 +99,7 @@ class Store:
         """A step has ended."""
         self._victims.clear()
         self.numbered.clear()
-        if self._rescues:
-            self.host, self._rescues = None, False
+        self.alone.clear()
 
     # holding --------------------------------------------------------------------------------------------------------------
 
@@ -130,7 +134,7 @@ class Store:
 
     def spill(self, value: Value, storage: Storage | None) -> None:
         """Put on the host what is about to be dropped, if that is where it is to come from."""
-        host = self.host
+        host = self._spare if value.pinned == UNWRITTEN else self.host
         if host is None or value.spilled is not None or storage is None:
             return
         if not value.current and storage is value.alive():
@@ -145,11 +149,6 @@ class Store:
         with aside():
             return self._spare.get(*value.spilled)
 
-    def rescue(self) -> None:
-        """Until the step has ended, what cannot be made again may go to the host: for once it was not written down."""
-        if self.host is None:
-            self.host, self._rescues = self._spare, True
-
     def fits(self, need: int) -> bool:
         """Whether so many bytes more are within the limit."""
         return self.steps.limit is None or self.live + need <= self.steps.limit or not self.active
@@ -160,11 +159,40 @@ class Store:
             if not self._victims:
                 self._victims = self._cheapest(spare)
                 if not self._victims:
+                    if self._give_up_inputs(need):
+                        continue
                     return False
             score, value = self._victims.pop()
             if self.may_go(value, spare) and (self.score(value) <= _DEARER * score or not self._victims):
                 self.drop(value)
         return True
+
+    def _give_up_inputs(self, need: int) -> bool:
+        """Let go of inputs that only ops still need of which nothing was dropped; that can then not be. Whether any went."""
+        todo = [value.op for value in list(self.values.values()) if value.now() is None]
+        needed: set[int] = set()
+        seen = {id(op) for op in todo}
+        while todo:
+            op = todo.pop()
+            for read in op.reads if op is not None else ():
+                needed.add(id(read))
+                if read.op is not None and read.now() is None and id(read.op) not in seen:
+                    seen.add(id(read.op))
+                    todo.append(read.op)
+        went = False
+        for ref in list(self.alone):
+            value = ref()
+            if value is None or value.kept is None:
+                self.alone.remove(ref)
+            elif id(value) not in needed and not self.fits(need):
+                self.alone.remove(ref)
+                value.kept = None
+                self.any_broken = value.break_readers() or self.any_broken
+                for other in list(self.values.values()):
+                    if not other.pinned and other.broken():
+                        other.pinned = GONE
+                went = True
+        return went
 
     def worth(self, value: Value, spare: Container[int]) -> bool:
         """Whether what was run again is kept: it fits, or more than others it deserves to; these are dropped."""
@@ -191,7 +219,7 @@ class Store:
 
     def _cheapest(self, spare: Container[int]) -> list[tuple[float, Value]]:
         """Of what can be dropped, the first to go; the very first last."""
-        scored = [(self.score(value), value) for value in self.values.values() if self.may_go(value, spare)]
+        scored = [(self.score(value), value) for value in list(self.values.values()) if self.may_go(value, spare)]
         scored.sort(key=_first)
         return scored[: max(len(scored) // _PARTS, 1)][::-1]
 
@@ -210,7 +238,9 @@ class Store:
 
     def stays(self, value: Value) -> bool:
         """Whether it must not be dropped."""
-        return bool(value.pinned) and (self.host is None or value.outside or value.pinned == NO_TENSOR)
+        if not value.pinned or (value.pinned == UNWRITTEN and not value.outside):
+            return False
+        return self.host is None or value.outside or value.pinned == NO_TENSOR
 
     def score(self, value: Value) -> float:
         """What dropping it costs for each byte and for each node until a backward comes to it."""

@@ -83,12 +83,14 @@ class Op:
         made: the values that it made, weakly, with the place of each among its results.
         nbytes: of all its results.
         broken: whether something that it read is gone for good.
+        dtype: the default one then.
     """
 
     __slots__ = (
         "__weakref__",
         "args",
         "broken",
+        "dtype",
         "func",
         "generator",
         "kwargs",
@@ -112,6 +114,7 @@ class Op:
         self.nbytes = 0
         self.traced = -1
         self.broken = False
+        self.dtype = torch.get_default_dtype()
 
 
 _numbers = itertools.count()
@@ -212,6 +215,13 @@ class Value:
         if not tensor.is_inference():
             self.witness, self.version = weakref.ref(tensor), tensor._version
 
+    def break_readers(self) -> bool:
+        """It is gone for good: no op that has read it can run again. Whether there is one."""
+        ops = [op for ref in self.readers if (op := ref()) is not None]
+        for op in ops:
+            op.broken = True
+        return bool(ops)
+
     def broken(self) -> bool:
         """Whether it cannot be had again, once it is not held, since something that it was made from is gone."""
         seen, todo = set(), [self.op]
@@ -247,7 +257,9 @@ class Value:
         if self.current:
             witness = self.seen()
             if witness is not None and witness._version == self.version:
-                return self.alive()
+                storage = self.alive()
+                if storage is not None and (self.op is None or storage.resizable()):  # else numpy may have written into it
+                    return storage
         return None
 
 
