@@ -523,7 +523,7 @@ def _alters(mode: object) -> bool:
     return type(mode).__name__ not in _HARMLESS and not isinstance(mode, Mode)
 
 
-_HARMLESS = ("FlopCounterMode", "CommDebugMode", "_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+_HARMLESS = ("FlopCounterMode", "_FlopCounterMode", "CommDebugMode", "_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 
 
 INDICES = "its few integers (indices, a mask) must not come out otherwise"
