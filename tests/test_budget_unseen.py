@@ -20,7 +20,7 @@ import graphkeep as gk
 def same_or_refused(program: Callable[[], Tensor | None], limit: int) -> None:
     """As in plain torch, at this limit or at the first that works of those that are stated instead."""
     plain = program()
-    for _ in range(12):
+    for _ in range(24):
         try:
             with gk.budget(limit) as b:
                 ours = program()
@@ -171,7 +171,7 @@ def test_the_collector_frees_graphs_while_room_is_made() -> None:
                 torch.manual_seed(k)
                 w = torch.randn(1000, requires_grad=True)
                 y = w
-                for _ in range(12):
+                for _ in range(24):
                     y = (y * 1.1).sin()
                 cycle: list[Any] = [y]
                 cycle.append(cycle)
