@@ -1183,3 +1183,23 @@ def test_a_copy_of_a_module_that_holds_an_inference_has_a_discarded_one(copied: 
     module.out[[1, 4]].square().sum().backward()  # the one that was copied is as it was
     other(x)[[1, 4]].square().sum().backward()
     torch.testing.assert_close(module.weight.grad, other.weight.grad)
+
+
+def test_a_value_next_to_zero_that_is_all_rounding_is_no_difference() -> None:
+    """After a ReLU it may be the only one that differs."""
+    from graphkeep._replay import near_values
+
+    torch.manual_seed(0)
+    a = torch.rand(10, 8) + 0.1
+    a[3, 3] = 0
+    b = a.clone()
+    b[3, 3] = 1e-8
+    assert near_values(a, b)
+    b[3, 3] = 1e-3
+    assert not near_values(a, b)
+    assert not near_values(a * 1e-6, a * 1e-6 + 1e-9)
+    masked = torch.full((10, 8), -1e9)
+    masked[:, 0] = torch.rand(10)
+    other = masked.clone()
+    other[0, 0] += 1e-3
+    assert not near_values(masked, other)
