@@ -214,3 +214,27 @@ def test_a_budget_that_is_too_small_for_a_cut_says_so_itself(limit: int) -> None
         return trunk[0].weight.grad
 
     same_or_refused(step, limit)
+
+
+@pytest.mark.parametrize("size", [1_000, 40_000])
+def test_a_hook_that_fills_an_input_through_numpy_is_found_out(size: int) -> None:
+    """A small input is looked at each time that it is read again, a large one once more when the backward has ended."""
+
+    def program() -> Tensor | None:
+        torch.manual_seed(0)
+        w, x = torch.randn(size, requires_grad=True), torch.randn(size)
+        h = w * 1.0
+        for k in range(8):
+            h = (w * 0.1 + x * k).sin() * h
+            if k == 5:
+                h.register_hook(lambda grad: x.numpy().fill(0) and None)
+        h.sum().backward()
+        return w.grad
+
+    with pytest.raises(gk.ChangedGraphError, match="through numpy"), gk.budget(20 * size):
+        program()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not torch._C._len_torch_dispatch_stack()
+    with gk.budget("1MiB") as again:
+        chain()
+    assert again.peak > 0

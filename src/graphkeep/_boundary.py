@@ -259,7 +259,7 @@ def _refuse_partial(outputs: Any, inputs: Any) -> None:
 
 def _refuse_second_gradient(outputs: Any) -> None:
     """A `DistributedDataParallel` model synchronises a gradient as soon as one backward has reached its leaf."""
-    nodes = _graph.reach(map(_node, outputs))
+    nodes = _graph.reach(_node(t) for t in outputs if isinstance(t, GradientEdge) or t.requires_grad)  # torch refuses others
     trunks = {node.gate.trunk for node in nodes if isinstance(node, _Boundary._backward_cls)}  # type: ignore[attr-defined]
     for trunk in trunks:
         leaves = {id(leaf): leaf for leaf in _graph.leaves(nodes)}

@@ -7,7 +7,6 @@ with nothing kept: that is the least that can be had (`_plan.smallest`).
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from graphkeep._budget._rerun import Rerun, aside
@@ -153,7 +152,7 @@ class _Missing:
                 and self.store.call >= 0
                 and value.checked != self.store.call
             ):
-                self.store.checked.append(weakref.ref(value))  # and once more when it has ended
+                self.store.checked.append(value)  # and once more when it has ended
             _check_unchanged(value, self.store.call)
             self.there[id(value)] = storage
         elif value.spilled is not None:
@@ -177,7 +176,9 @@ def _check_unchanged(value: Value, call: int) -> None:
         changed = witness is not None and witness._version != value.version
         if value.checked != call or call < 0 or value.nbytes <= _SMALL:
             value.checked = call
-            refuse_changed(value)
+            fault = changed_since(value)
+            if fault is not None:
+                raise fault
     elif value.held is not None:
         for ref in value.slots.values():
             entry: Any = ref()
@@ -191,13 +192,13 @@ def _check_unchanged(value: Value, call: int) -> None:
 _SMALL = 1 << 16  # bytes that are looked at each time
 
 
-def refuse_changed(value: Value | None) -> None:
-    """Raise if the content of an input is no longer what it was."""
-    if value is not None and value.checksum is not None and value.kept is not None:
-        with aside():
-            same = checksum(value.kept.storage) == value.checksum
-        if not same:
-            raise _changed()
+def changed_since(value: Value) -> ChangedGraphError | None:
+    """The error for an input whose content is no longer what it was."""
+    if value.checksum is None or value.kept is None:
+        return None
+    with aside():
+        same = checksum(value.kept.storage) == value.checksum
+    return None if same else _changed()
 
 
 def _changed() -> ChangedGraphError:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from graphkeep._budget._again import Again, refuse_changed
+from graphkeep._budget._again import Again, changed_since
 from graphkeep._budget._meter import Meter
 from graphkeep._budget._modes import Modes
 from graphkeep._budget._outside import Outside
@@ -286,9 +286,11 @@ class Holdings(Companion):
         if outermost:
             self.store.call = -1
             checked, self.store.checked = self.store.checked, []
-            if error is None:
-                for ref in checked:
-                    refuse_changed(ref())
+            for value in checked if error is None else ():
+                fault = changed_since(value)
+                if fault is not None:  # raised when everybody has heard of the end
+                    LEDGER.faults.append((self, fault))
+                    break
         if outermost and self._over(call, error):
             self.end_step(ran=True)
             if popped and self.modes.threads == 1 and not self.store.values:

@@ -70,7 +70,7 @@ class Store:
         self.mine = _Mine()
         self.in_use: set[int] = set()  # ids of the values that nodes which run now, in any thread, have been given
         self.call = -1  # of the engine, in which inputs are not changed by hooks
-        self.checked: list[weakref.ref[Value]] = []  # inputs whose content was looked at in it
+        self.checked: list[Value] = []  # inputs whose content was looked at in it
         self.alone: list[weakref.ref[Value]] = []  # inputs that the program has let go of
         self.first_broken = math.inf  # the number of the first op that cannot run again
         self._victims: list[tuple[float, Value]] = []  # the first to go are the last
