@@ -144,6 +144,7 @@ class Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
         self.off = 0  # above 0, ops are run and not written down
+        self.idle = False  # for now, ops are run as they are
         self.within = -1  # the sequence number at which it was put on in the middle of an op; no new node has been made since
         self.meter = meter
         self.room = room
@@ -155,7 +156,7 @@ class Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = kind_of(func)
-        if (kind.view and not kind.collective) or self.record.closed:
+        if (self.idle and not kind.lists) or (kind.view and not kind.collective) or self.record.closed:
             return func(*args, **kwargs) if kwargs else func(*args)
         if self.meter is not None and self.room is not None:
             self.room(self.meter.need(func, kind, args, kwargs or {}))
@@ -169,7 +170,7 @@ class Mode(TorchDispatchMode):
             versions = [tensor._version for tensor in changed(kind, args, kwargs or {})]
         if self.within >= 0 and self.within != _sequence_number():
             self.within = -1
-        if self.off:
+        if self.off or self.idle:
             out = func(*args, **kwargs) if kwargs else func(*args)
         elif self.within >= 0:
             out = self.record.run_unwritten(func, kind, args, kwargs or {}, own=False)
@@ -263,6 +264,7 @@ class Record:
             return self.run_unwritten(func, kind, args, kwargs)
         norm = kind.statistics >= 0 and len(args) > kind.training and bool(args[kind.training])
         changes = self._about_to_change(kind, args, kwargs, norm)
+        before = [value for storage in changes if (value := self.value_of(storage)) is not None] if changes else []
         values: dict[int, Value] = {}
         op: Op | None = None
         if not kind.opaque and (norm or all(map(self._can_be_had, changes))):
@@ -295,7 +297,9 @@ class Record:
                     op.seconds = _roofline.seconds(func, args, kwargs, out, nbytes)
         with self.lock:  # another thread may be at it, or end the step
             if op is not None:
-                op.traced = self.trace.add_op(op)
+                op.traced = self.trace.add_op(op, _sequence_number() - 1, before)
+            elif before:
+                self.trace.hidden_changes = True
             if norm or kind.collective:
                 for storage in changes:
                     self._lost(storage, counted=False)
@@ -317,6 +321,7 @@ class Record:
         out = func(*args, **kwargs)
         with self.lock:
             for storage in changes:
+                self.trace.hidden_changes = self.trace.hidden_changes or self.value_of(storage) is not None
                 self._lost(storage, counted=not (norm or kind.collective))
             if self.begun and own:
                 self._results(None, out, None, args, kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graphkeep._budget._plan import PATIENCE, Plan, plan, smallest
 from graphkeep._budget._slack import Saved
+from graphkeep._budget._sparse import Schedule
 from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Value
 
@@ -104,10 +105,12 @@ class Steps:
         elif self.plan_of(trace) is None:
             self.limit = max(self.limit, int(self.share * trace.peak(())[0]))
 
-    def slack(self) -> tuple[Saved, ...]:
-        """What the next step will save, if it is like the last and nothing of it has to be dropped; empty if not known."""
+    def slack(self) -> tuple[tuple[Saved, ...], Schedule | None]:
+        """What the next step will save, if it is like the last, and which of its ops are written down; empty: all of them."""
         plan = self.plans[-1] if self.plans and self._steady >= _STEADY else None
-        return plan.calls if plan is not None and plan.slack else ()
+        if plan is None or not (plan.slack or plan.schedule):
+            return (), None
+        return plan.calls, None if plan.slack else plan.schedule
 
     def end_slack(self, whole: bool) -> None:
         """A step that was not written down has ended; as it was expected, or not."""
