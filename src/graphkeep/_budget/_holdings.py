@@ -7,6 +7,7 @@ may be dropped. A node that asks for a dropped one has it brought back (`_again`
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -172,7 +173,7 @@ class Holdings(Companion):
             raise self.store.too_small(0)
         value.slots[entry.number] = weakref.ref(entry)
         if first:
-            if self.store.any_broken and not value.pinned and value.broken():
+            if self.store.first_broken < math.inf and not value.pinned and value.broken(self.store.first_broken):
                 value.pinned = GONE
             self.store.values[id(value)] = value
             self.record.trace.note("save", value, entry.node)
@@ -266,7 +267,7 @@ class Holdings(Companion):
     def _part(self, value: Value) -> None:
         """Let go of a value; what was made from it can then not be had again if the value cannot."""
         if value.op is None and value.kept is None:
-            self.store.any_broken = value.break_readers() or self.store.any_broken
+            self.store.lose(value)
         self.store.let_go(value)
 
     def _needed(self, value: Value) -> bool:
@@ -378,7 +379,8 @@ class Holdings(Companion):
             for orphan in [orphan for orphan in self._orphans if not self._needed(orphan)]:
                 self._orphans.remove(orphan)
                 self.store.let_go(orphan)
-            self.store.any_broken = self.store.any_broken and bool(self.store.values)
+            if not self.store.values:
+                self.store.first_broken = math.inf
             self.store.rest()
             self.record.forget()
             self.record.small = min(_SMALL, (self.steps.limit or 0) >> 8)
@@ -427,8 +429,8 @@ class Holdings(Companion):
         trace = self.record.trace
         if self.store.active and value.kept is not None and value.kept.count is None and value.trace is trace:
             if not self._needed(value):  # by what is saved: what comes later and needs it will not be dropped
-                value.kept = None
-                self.store.any_broken = value.break_readers() or self.store.any_broken
+                value.kept, value.current = None, False
+                self.store.lose(value)
                 return
             self.store.alone.append(weakref.ref(value))
             self.store.room(value.nbytes, ())

@@ -7,6 +7,7 @@ it says. The costs of all candidates are not asked for at every drop, but when t
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Container
@@ -71,7 +72,7 @@ class Store:
         self.call = -1  # of the engine, in which inputs are not changed by hooks
         self.checked: list[weakref.ref[Value]] = []  # inputs whose content was looked at in it
         self.alone: list[weakref.ref[Value]] = []  # inputs that the program has let go of
-        self.any_broken = False  # whether an op is, in this step
+        self.first_broken = math.inf  # the number of the first op that cannot run again
         self._victims: list[tuple[float, Value]] = []  # the first to go are the last
         self._live = self._peak = 0
 
@@ -167,16 +168,20 @@ class Store:
                 self.drop(value)
         return True
 
+    def lose(self, value: Value) -> None:
+        """A value that cannot be made again has gone."""
+        self.first_broken = min(self.first_broken, value.break_readers())
+
     def _give_up_inputs(self, need: int) -> bool:
         """Let go of inputs that only ops still need of which nothing was dropped; that can then not be. Whether any went."""
-        todo = [value.op for value in list(self.values.values()) if value.now() is None]
+        todo = [value.op for value in list(self.values.values()) if value.held is None and value.kept is None]
         needed: set[int] = set()
         seen = {id(op) for op in todo}
         while todo:
             op = todo.pop()
             for read in op.reads if op is not None else ():
                 needed.add(id(read))
-                if read.op is not None and read.now() is None and id(read.op) not in seen:
+                if read.op is not None and id(read.op) not in seen:  # what is there now may be gone when it is wanted
                     seen.add(id(read.op))
                     todo.append(read.op)
         went = False
@@ -186,10 +191,10 @@ class Store:
                 self.alone.remove(ref)
             elif id(value) not in needed and not self.fits(need):
                 self.alone.remove(ref)
-                value.kept = None
-                self.any_broken = value.break_readers() or self.any_broken
+                value.kept, value.current = None, False  # others may come to stand on its memory
+                self.lose(value)
                 for other in list(self.values.values()):
-                    if not other.pinned and other.broken():
+                    if not other.pinned and other.broken(self.first_broken):
                         other.pinned = GONE
                 went = True
         return went

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -215,24 +216,28 @@ class Value:
         if not tensor.is_inference():
             self.witness, self.version = weakref.ref(tensor), tensor._version
 
-    def break_readers(self) -> bool:
-        """It is gone for good: no op that has read it can run again. Whether there is one."""
+    def break_readers(self) -> float:
+        """It is gone for good: no op that has read it can run again. The number of the first, infinite if there is none."""
         ops = [op for ref in self.readers if (op := ref()) is not None]
         for op in ops:
             op.broken = True
-        return bool(ops)
+        return min([op.number for op in ops], default=math.inf)
 
-    def broken(self) -> bool:
-        """Whether it cannot be had again, once it is not held, since something that it was made from is gone."""
+    def broken(self, first: float) -> bool:
+        """Whether it cannot be had again, once nothing is held, since something that it was made from is gone.
+
+        Arguments:
+            first: the number of the first op that cannot run again.
+        """
         seen, todo = set(), [self.op]
         while todo:
             op = todo.pop()
-            if op is None or id(op) in seen:
+            if op is None or op.number < first or id(op) in seen:
                 continue
             if op.broken:
                 return True
             seen.add(id(op))
-            todo += [read.op for read in op.reads if read.held is None and read.kept is None]
+            todo += [read.op for read in op.reads]
         return False
 
     def alive(self) -> Storage | None:
