@@ -55,6 +55,7 @@ class Kind(NamedTuple):
         counted: whether torch counts, in the version, that it changes them.
         lists: whether it changes the tensors of lists, and torch counts that without a dispatch mode.
         collective: whether it may change all that it is given, without saying so.
+        writes: whether it changes anything.
     """
 
     view: bool
@@ -67,6 +68,7 @@ class Kind(NamedTuple):
     counted: bool
     lists: bool
     collective: bool
+    writes: bool
 
 
 @functools.cache
@@ -94,6 +96,7 @@ def kind_of(func: Any) -> Kind:
         func.overloadpacket not in _UNCOUNTED,
         bool(changes) and func.__name__.startswith("_foreach_"),
         func.namespace in _COLLECTIVE,
+        bool(changes) or statistics >= 0 or func.namespace in _COLLECTIVE,
     )
 
 
@@ -144,7 +147,7 @@ class Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
         self.off = 0  # above 0, ops are run and not written down
-        self.idle = False  # for now, ops are run as they are
+        self.idle = False  # for now, only what changes something is looked at
         self.within = -1  # the sequence number at which it was put on in the middle of an op; no new node has been made since
         self.meter = meter
         self.room = room
@@ -156,7 +159,7 @@ class Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = kind_of(func)
-        if (self.idle and not kind.lists) or (kind.view and not kind.collective) or self.record.closed:
+        if (kind.view and not kind.collective) or (self.idle and not kind.writes) or self.record.closed:
             return func(*args, **kwargs) if kwargs else func(*args)
         if self.meter is not None and self.room is not None:
             self.room(self.meter.need(func, kind, args, kwargs or {}))
@@ -170,9 +173,9 @@ class Mode(TorchDispatchMode):
             versions = [tensor._version for tensor in changed(kind, args, kwargs or {})]
         if self.within >= 0 and self.within != _sequence_number():
             self.within = -1
-        if self.off or self.idle:
+        if self.off:
             out = func(*args, **kwargs) if kwargs else func(*args)
-        elif self.within >= 0:
+        elif self.within >= 0 or self.idle:
             out = self.record.run_unwritten(func, kind, args, kwargs or {}, own=False)
         else:
             out = self.record.run(func, kind, args, kwargs or {})
