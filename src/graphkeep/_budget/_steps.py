@@ -87,8 +87,9 @@ class Steps:
         if self.limit is None or not self.planning or not saves:
             return
         if followed is not None and len(followed.saves) == len(saves) and followed.limit <= self.limit - carried:
+            again = self.plans[-1].saves == saves  # steps that take turns are not taken for granted
             self._follow(followed, trace)
-            self._steady += 1
+            self._steady = self._steady + 1 if again or self._steady < 0 else 1
         elif self._comes_again(saves):
             self._steady = min(self._steady, 0)
             self._learn(self._plan(trace, carried))
