@@ -77,7 +77,7 @@ def least(trace: Trace, limit: int, in_order: bool) -> float | None:
                 reach(state._replace(given=given | {v}))
             waiting = saved(trace, event)
             newest = max(trace.values[w].op for k, w in trace.events[:event] if k == "save")
-            for o, (seconds, reads, makes, _) in enumerate(trace.ops[: newest + 1]):
+            for o, (seconds, reads, makes, *_) in enumerate(trace.ops[: newest + 1]):
                 missing = [r for r in reads if trace.values[r].op >= 0 and r not in held | there]
                 if missing or (in_order and o <= last) or size(held) + size(there - held) + size(makes) > limit:
                     continue

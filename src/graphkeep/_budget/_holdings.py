@@ -22,10 +22,11 @@ from graphkeep._budget._outside import Outside
 from graphkeep._budget._record import Mode, Record
 from graphkeep._budget._rerun import aside
 from graphkeep._budget._slack import Saved, Slack
+from graphkeep._budget._sparse import Schedule, Skeleton
 from graphkeep._budget._steps import Steps
 from graphkeep._budget._store import GONE, NO_TENSOR, UNWRITTEN, Store
 from graphkeep._budget._trace import Trace
-from graphkeep._budget._values import Geometry, Kept, Storage, Value, geometry
+from graphkeep._budget._values import OPAQUE, Geometry, Kept, Storage, Value, geometry
 from graphkeep._ledger import LEDGER, Call, Companion, Entry, changed_error
 from graphkeep._storage import storages
 
@@ -100,6 +101,7 @@ class Holdings(Companion):
         self.outside = Outside(self.record, self.store)
         self.modes = Modes(self._mode, self.store)
         self.slack = Slack()
+        self.sparse: Schedule | None = None  # which ops are written down; None: all of them, or none while a step is expected
         self._orphans: list[Value] = []  # nobody has them any more, and others can only be had again from them
         self._waiting: list[weakref.ref[Value]] = []  # those with entries, once nobody counts
         self._lock = self.record.lock
@@ -152,7 +154,9 @@ class Holdings(Companion):
                 return  # an input
             value = self._unwritten(storage) if self.slack.unwritten else self.record.adopt(storage)
         counts = not (value.apart or entry.source is not None or storage in self.outside)
-        self._note(entry, tensor, storage, counts)
+        if self.sparse is not None and counts and value.number < 0:  # that of the plan
+            value.number = self.sparse_value(value)
+        self._note(entry, tensor, storage, counts, value)
         if not counts:
             return
         if where is None:  # a subclass, or sparse: counted, and never dropped
@@ -160,6 +164,8 @@ class Holdings(Companion):
             where = _NOWHERE
         entry.source = Source(self, value, where)
         value.last = max(value.last, entry.node)
+        if self.slack.unwritten and value.op is None and value.pinned == OPAQUE:
+            value.pinned = UNWRITTEN
         if self.modes.others_rest:  # and may change what it would be made from
             value.pinned = value.pinned or UNWRITTEN
         first = not value.slots
@@ -172,7 +178,8 @@ class Holdings(Companion):
             self.store.values[id(value)] = value
             self.record.trace.note("save", value, entry.node)
             self.store.numbered[value.number] = value
-            if not self.slack.expected and self.steps.drops(value) and not value.pinned:
+            goes = (self.sparse is not None or not self.slack.expected) and self.steps.drops(value)
+            if goes and not value.pinned:
                 entry.source.part_with(entry)
                 self.store.dropped_bytes += value.nbytes
                 return
@@ -201,16 +208,31 @@ class Holdings(Companion):
         base = tensor if tensor._base is None else tensor._base
         own = tensor.requires_grad and not base.is_leaf and storage not in self.outside
         counts = self.slack.counts(len(self.steps.calls), storage.nbytes(), tensor.requires_grad, own, entry.node)
+        if self.sparse is not None and counts is not None:
+            switch = self.sparse.switches.get(len(self.steps.calls))
+            if switch is not None:
+                self.record.begun = self.record.begun or switch
+                self.modes.idle(not switch)
         if counts is False:
             self._note(entry, tensor, storage, False)
+        elif counts is None and self.sparse is not None:
+            self.sparse = None
+            self.record.begun = True
+            self.modes.idle(False)
         elif counts is None:
             self.record.begun = True
             if not LEDGER.active:  # otherwise once the engine has ended
                 self.modes.on(within=True)
         return counts
 
-    def _note(self, entry: Entry, tensor: torch.Tensor, storage: Storage, counts: bool) -> None:
-        self.steps.calls.append(Saved(storage.nbytes(), counts, tensor.requires_grad, self.slack.number(entry.node)))
+    def _note(self, entry: Entry, tensor: torch.Tensor, storage: Storage, counts: bool, value: Value | None = None) -> None:
+        number = value.number if counts and value is not None else -1
+        self.steps.calls.append(Saved(storage.nbytes(), counts, tensor.requires_grad, self.slack.number(entry.node), number))
+
+    def sparse_value(self, value: Value) -> int:
+        """The number that a value has in the plan."""
+        place = len(self.steps.calls)
+        return self.slack.expected[place].value if place < len(self.slack.expected) else -1
 
     def _unwritten(self, storage: Storage) -> Value:
         value = self.record.adopt(storage)
@@ -293,9 +315,14 @@ class Holdings(Companion):
                     break
         if outermost and self._over(call, error):
             self.end_step(ran=True)
+            self.sparse = None
+            self.modes.idle(False)
             if popped and self.modes.threads == 1 and not self.store.values:
-                self.slack.expected = self.steps.slack()
-        if not self.slack.expected and (popped or outermost):
+                self.slack.expected, self.sparse = self.steps.slack()
+                if self.sparse is not None:
+                    self.record.trace = Skeleton()
+                    self.modes.idle(not self.sparse.first)
+        if (self.sparse is not None or not self.slack.expected) and (popped or outermost):
             self.modes.on()
         else:
             self.modes.rest()
@@ -340,7 +367,11 @@ class Holdings(Companion):
         """A step has ended, with a backward or without."""
         with self._lock:
             without = self.steps.limit is None
+            self.record.trace.first = self.slack.first
             as_expected = self.slack.end(len(self.steps.calls))
+            if not as_expected:
+                self.sparse = None
+                self.modes.idle(False)
             if as_expected is None:
                 self.steps.end(self.record.trace, self.store.peak, self.store.live, ran)
             else:

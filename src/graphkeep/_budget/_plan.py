@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from graphkeep._budget._greedy import greedy
 from graphkeep._budget._slack import Saved
+from graphkeep._budget._sparse import Schedule, schedule
 from graphkeep._budget._trace import Simulated, TookTooLongError, Trace
 
 PATIENCE = 1.0  # seconds that a plan may take
@@ -45,6 +46,7 @@ class Plan:
         limit: in bytes.
         trace: what it was made from.
         calls: everything that was saved, in order, also again and what does not count.
+        again: the ops of the trace that run again.
     """
 
     saves: list[tuple[int, int]]
@@ -56,13 +58,27 @@ class Plan:
     limit: int
     trace: Trace
     calls: tuple[Saved, ...] = ()
+    again: frozenset[int] = frozenset()
+    _schedule: Schedule | None = None
+    _scheduled: bool = False
 
     @property
     def slack(self) -> bool:
         """Whether nothing is dropped, and would not be if all inputs had been computed: in steps like it nobody can tell."""
-        inputs = sum([saved.nbytes for saved in self.calls if not (saved.counts or saved.grad)])
         nothing = not self.seconds and not self.dropped and not self.later
-        return self.fits and nothing and self.most + inputs <= self.limit
+        return self.fits and nothing and self.most + self._inputs <= self.limit
+
+    @property
+    def _inputs(self) -> int:
+        return sum([saved.nbytes for saved in self.calls if not (saved.counts or saved.grad)])
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """Which ops of a step like it need be written down; None: all."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._schedule = schedule(self.trace, self.calls, self.again) if self.fits else None
+        return self._schedule
 
 
 def plan(trace: Trace, limit: int, patience: float = PATIENCE) -> Plan:
@@ -73,7 +89,8 @@ def plan(trace: Trace, limit: int, patience: float = PATIENCE) -> Plan:
     found = search.best
     if found is None:
         return Plan(trace.saves, frozenset(), {}, 0, 0.0, False, limit, trace)
-    return Plan(trace.saves, search.way.dropped, found.later, found.most, found.seconds, True, limit, trace)
+    way, again = search.way.dropped, frozenset(found.again)
+    return Plan(trace.saves, way, found.later, found.most, found.seconds, True, limit, trace, (), again)
 
 
 def smallest(trace: Trace) -> int:

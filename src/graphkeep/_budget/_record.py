@@ -55,6 +55,7 @@ class Kind(NamedTuple):
         counted: whether torch counts, in the version, that it changes them.
         lists: whether it changes the tensors of lists, and torch counts that without a dispatch mode.
         collective: whether it may change all that it is given, without saying so.
+        writes: whether it changes anything.
     """
 
     view: bool
@@ -67,6 +68,7 @@ class Kind(NamedTuple):
     counted: bool
     lists: bool
     collective: bool
+    writes: bool
 
 
 @functools.cache
@@ -94,6 +96,7 @@ def kind_of(func: Any) -> Kind:
         func.overloadpacket not in _UNCOUNTED,
         bool(changes) and func.__name__.startswith("_foreach_"),
         func.namespace in _COLLECTIVE,
+        bool(changes) or statistics >= 0 or func.namespace in _COLLECTIVE,
     )
 
 
@@ -144,6 +147,7 @@ class Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
         self.off = 0  # above 0, ops are run and not written down
+        self.idle = False  # for now, only what changes something is looked at
         self.within = -1  # the sequence number at which it was put on in the middle of an op; no new node has been made since
         self.meter = meter
         self.room = room
@@ -155,7 +159,7 @@ class Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = kind_of(func)
-        if (kind.view and not kind.collective) or self.record.closed:
+        if (kind.view and not kind.collective) or (self.idle and not kind.writes) or self.record.closed:
             return func(*args, **kwargs) if kwargs else func(*args)
         if self.meter is not None and self.room is not None:
             self.room(self.meter.need(func, kind, args, kwargs or {}))
@@ -171,7 +175,7 @@ class Mode(TorchDispatchMode):
             self.within = -1
         if self.off:
             out = func(*args, **kwargs) if kwargs else func(*args)
-        elif self.within >= 0:
+        elif self.within >= 0 or self.idle:
             out = self.record.run_unwritten(func, kind, args, kwargs or {}, own=False)
         else:
             out = self.record.run(func, kind, args, kwargs or {})
@@ -263,6 +267,7 @@ class Record:
             return self.run_unwritten(func, kind, args, kwargs)
         norm = kind.statistics >= 0 and len(args) > kind.training and bool(args[kind.training])
         changes = self._about_to_change(kind, args, kwargs, norm)
+        before = [value for storage in changes if (value := self.value_of(storage)) is not None] if changes else []
         values: dict[int, Value] = {}
         op: Op | None = None
         if not kind.opaque and (norm or all(map(self._can_be_had, changes))):
@@ -295,7 +300,9 @@ class Record:
                     op.seconds = _roofline.seconds(func, args, kwargs, out, nbytes)
         with self.lock:  # another thread may be at it, or end the step
             if op is not None:
-                op.traced = self.trace.add_op(op)
+                op.traced = self.trace.add_op(op, _sequence_number() - 1, before)
+            elif before:
+                self.trace.hidden_changes = True
             if norm or kind.collective:
                 for storage in changes:
                     self._lost(storage, counted=False)
@@ -317,6 +324,7 @@ class Record:
         out = func(*args, **kwargs)
         with self.lock:
             for storage in changes:
+                self.trace.hidden_changes = self.trace.hidden_changes or self.value_of(storage) is not None
                 self._lost(storage, counted=not (norm or kind.collective))
             if self.begun and own:
                 self._results(None, out, None, args, kwargs)

@@ -17,12 +17,14 @@ class Saved(NamedTuple):
         counts: whether it counts, or is a parameter, an input, or counted already.
         grad: whether it requires a gradient.
         node: the number of the node that has saved it, from the first that has saved anything on.
+        value: its number in the trace, if it counts.
     """
 
     nbytes: int
     counts: bool
     grad: bool
     node: int
+    value: int = -1
 
 
 class Slack:
@@ -58,7 +60,7 @@ class Slack:
         """
         if place < len(self.expected):
             known = self.expected[place]
-            if known == (nbytes, known.counts, grad, self.number(node)) and (known.counts or not own):
+            if known[:4] == (nbytes, known.counts, grad, self.number(node)) and (known.counts or not own):
                 return known.counts
         self.surprise()
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graphkeep._budget._plan import PATIENCE, Plan, plan, smallest
 from graphkeep._budget._slack import Saved
+from graphkeep._budget._sparse import Schedule
 from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Value
 
@@ -86,8 +87,9 @@ class Steps:
         if self.limit is None or not self.planning or not saves:
             return
         if followed is not None and len(followed.saves) == len(saves) and followed.limit <= self.limit - carried:
+            again = self.plans[-1].saves == saves  # steps that take turns are not taken for granted
             self._follow(followed, trace)
-            self._steady += 1
+            self._steady = self._steady + 1 if again or self._steady < 0 else 1
         elif self._comes_again(saves):
             self._steady = min(self._steady, 0)
             self._learn(self._plan(trace, carried))
@@ -104,10 +106,12 @@ class Steps:
         elif self.plan_of(trace) is None:
             self.limit = max(self.limit, int(self.share * trace.peak(())[0]))
 
-    def slack(self) -> tuple[Saved, ...]:
-        """What the next step will save, if it is like the last and nothing of it has to be dropped; empty if not known."""
+    def slack(self) -> tuple[tuple[Saved, ...], Schedule | None]:
+        """What the next step will save, if it is like the last, and which of its ops are written down; empty: all of them."""
         plan = self.plans[-1] if self.plans and self._steady >= _STEADY else None
-        return plan.calls if plan is not None and plan.slack else ()
+        if plan is None or not (plan.slack or plan.schedule):
+            return (), None
+        return plan.calls, None if plan.slack else plan.schedule
 
     def end_slack(self, whole: bool) -> None:
         """A step that was not written down has ended; as it was expected, or not."""

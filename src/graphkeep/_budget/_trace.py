@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Set
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,12 +22,19 @@ _DEEPEST = 128  # ops that are looked at to tell what having a value again costs
 
 
 class TracedOp(NamedTuple):
-    """An op of a trace: its seconds, the values that it read, those that it made, and what ran."""
+    """An op of a trace: its seconds, the values that it read, those that it made, and what ran.
+
+    Attributes:
+        node: the number of the autograd node that was made last when it ran, its own if it has one.
+        writes: the known values whose storages it changes.
+    """
 
     seconds: float
     reads: tuple[int, ...]
     makes: list[int]
     func: Any = None
+    node: int = 0
+    writes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -39,12 +46,14 @@ class Made:
         op: what made it; -1: it cannot be made again.
         pinned: why it must not be dropped; empty if it may be.
         nodes: the numbers of the nodes that saved it.
+        apart: whether it was there before the graph.
     """
 
     nbytes: int
     op: int
     pinned: str
     nodes: list[int] = field(default_factory=list)
+    apart: bool = False
 
     @property
     def last(self) -> int:
@@ -61,6 +70,8 @@ class Trace:
         events: ``("save", value)``, ``("use", value)`` and ``("die", value)``, in order; ``("keep", value)`` and
             ``("free", value)`` for what is held without being saved, because ops that may run again read it.
         nodes: for each event, the number of the autograd node that it belongs to.
+        first: the number of the first node that has saved something.
+        hidden_changes: whether something known was changed by what is not among the ops.
     """
 
     def __init__(self) -> None:
@@ -70,16 +81,19 @@ class Trace:
         self.nodes: list[int] = []
         self.closed = False
         self.saved_bytes = 0
+        self.first = 0
+        self.hidden_changes = False
         self.first_readers: dict[int, int] = {}  # of values that cannot be made again, the first op that read each
 
-    def add_op(self, op: Op) -> int:
+    def add_op(self, op: Op, node: int = 0, changed: Iterable[Value] = ()) -> int:
         if self.closed:
             return -1
         reads = tuple([self.number_of(value) for value in op.reads])
         for v in reads:
             if self.values[v].op < 0:
                 self.first_readers.setdefault(v, len(self.ops))
-        self.ops.append(TracedOp(op.seconds, reads, [], op.func))
+        writes = tuple([self.number_of(value) for value in changed])
+        self.ops.append(TracedOp(op.seconds, reads, [], op.func, node, writes))
         if len(self.ops) > _LONGEST:
             self.closed = True
             for kept in (self.ops, self.values, self.events, self.nodes, self.first_readers):
@@ -90,7 +104,7 @@ class Trace:
     def add(self, value: Value, op: int) -> int:
         value.trace, value.number = self, len(self.values)
         if not self.closed:
-            self.values.append(Made(value.nbytes, op, value.pinned))
+            self.values.append(Made(value.nbytes, op, value.pinned, [], value.apart))
             if op >= 0:
                 self.ops[op].makes.append(value.number)
         return value.number
@@ -182,7 +196,7 @@ class Trace:
             if time.perf_counter() > until:
                 raise TookTooLongError
         run.remember()
-        return Simulated(run.most, run.seconds, run.full, run.later)
+        return Simulated(run.most, run.seconds, run.full, run.later, run.again)
 
     def peak(self, dropped: Collection[int]) -> tuple[int, set[int]]:
         """The most bytes that are held if nothing is ever had again, and by what."""
@@ -240,12 +254,14 @@ class Simulated(NamedTuple):
         seconds: that were run again.
         full: what was held at the fullest moment.
         later: what was dropped later than at once: at which event, before which op of those that run again for it.
+        again: the ops that run again.
     """
 
     most: int
     seconds: float
     full: frozenset[int]
     later: dict[tuple[int, int], list[int]]
+    again: set[int]
 
 
 class _Run:
@@ -269,6 +285,7 @@ class _Run:
         self.seconds = 0.0
         self.full: frozenset[int] = frozenset()
         self.fuller = False  # than it says
+        self.again: set[int] = set()
 
     def peak(self, live: int) -> None:
         if live > self.most:
@@ -348,7 +365,8 @@ class _Run:
 
     def bring(self, wanted: int, strict: bool) -> bool:
         ops, values, held = self.trace.ops, self.trace.values, self.held
-        closure, todo = set(), [values[wanted].op]
+        closure: set[int] = set()
+        todo = [values[wanted].op]
         readers: dict[int, int] = {}
         while todo:
             number = todo.pop()
@@ -360,9 +378,10 @@ class _Run:
                 if values[read].op >= 0 and read not in held:
                     todo.append(values[read].op)
         readers[wanted] = 1
+        self.again |= closure
         own: set[int] = set()
         for k, number in enumerate(sorted(closure)):
-            seconds, reads, makes, _ = ops[number]
+            seconds, reads, makes, *_ = ops[number]
             need = sum([values[m].nbytes for m in makes])
             if not strict and not self.room(need, readers, 2 * k):
                 self.live -= sum(values[m].nbytes for m in own)
