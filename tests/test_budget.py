@@ -107,6 +107,33 @@ def test_some_comes_from_the_host_and_some_is_run_again(kind: Kind, monkeypatch:
         assert faults(plain, fit) == []
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "kind", [k for k in KINDS if k.name in ("batch norm", "dropout", "residual in place", "attention")], ids=str
+)
+def test_what_the_host_can_hold_fits_as_well_where_running_again_costs_less(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run(kind.body, nullcontext)
+    host = fitted(kind.body, 1, spill="host")
+    monkeypatch.setattr(_host.Host, "seconds", lambda self, nbytes, device: 1e9)
+    both = fitted(kind.body, host.limit, spill="both")
+    assert both.limit == host.limit
+    assert faults(plain, both) == []
+
+
+def test_where_running_again_costs_less_and_takes_little_room_both_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_host.Host, "seconds", lambda self, nbytes, device: 1e9)
+    x = weight()
+    with gk.budget(32 * BYTES, spill="both") as budget:
+        for _ in range(3):
+            y = x
+            for _ in range(64):
+                y = y.sin().tanh()
+            y.sum().backward()
+    assert budget.recomputed_ops > 0
+
+
 @pytest.mark.parametrize("kind", [k for k in KINDS if k.group == "left"], ids=str)
 def test_a_graph_that_outlives_the_context_was_brought_back(kind: Kind) -> None:
     run(kind.body, nullcontext)

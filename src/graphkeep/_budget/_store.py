@@ -141,7 +141,8 @@ class Store:
         if not value.current and storage is value.alive():
             return  # it was changed in place since
         copied = host.seconds(value.nbytes, storage.device)
-        if value.op is None or value.pinned or not self.recompute or self._cost(value) > copied:
+        again = self.recompute and value.op is not None and not value.pinned and not value.awaited
+        if not again or self._cost(value) > copied or not self._relies(value):
             with aside():
                 value.spilled = host.put(storage), storage.device
 
@@ -267,6 +268,27 @@ class Store:
                     seen.add(id(read.op))
                     todo.append(read.op)
         return total
+
+    def _relies(self, value: Value) -> bool:
+        """Whether having it again takes little room, whatever else is dropped; what it is made from then counts on a copy."""
+        assert value.op is not None
+        most = (self.steps.limit or 0) >> 2
+        total, there, seen, todo = 0, [], {id(value.op)}, [value.op]
+        while todo and total <= most:
+            op = todo.pop()
+            total += op.nbytes
+            for read in op.reads:
+                if read.held is not None or read.spilled is not None:
+                    there.append(read)
+                    total += read.nbytes
+                elif read.kept is None and read.op is not None and id(read.op) not in seen:
+                    seen.add(id(read.op))
+                    todo.append(read.op)
+        if todo or total > most:
+            return False
+        for read in there:
+            read.awaited = True
+        return True
 
     def asked_for(self, value: Value) -> bool:
         """Whether an entry stands on it."""

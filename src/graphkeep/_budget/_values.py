@@ -152,6 +152,7 @@ class Value:
         held: the storage, if the graph holds it.
         kept: the storage of a value without an op, if the record holds it because ops have read it.
         readers: of a value without an op: the ops that have read it, weakly.
+        awaited: whether something dropped without a copy is to be made from it: then it does not go without one itself.
         apart: whether it was there before the graph: a parameter, an input.
         checksum: of an input's content: what numpy writes into it torch does not count.
         checked: the call of the engine in which the content was compared with it last.
@@ -166,6 +167,7 @@ class Value:
     __slots__ = (
         "__weakref__",
         "apart",
+        "awaited",
         "checked",
         "checksum",
         "current",
@@ -208,6 +210,7 @@ class Value:
         self.readers: list[weakref.ref[Op]] = []
         self.late: list[weakref.ref[Any]] = []
         self.spilled: Any = None
+        self.awaited = False
         self.trace: Any = None
         self.number = -1
 
