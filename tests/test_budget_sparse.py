@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -141,3 +142,31 @@ def test_steps_that_go_on_alike_write_down_less_and_run_the_same_again(name: str
         assert b._holdings.sparse is not None, "the steps are written down whole: the case is not what it is meant to be"
     assert len(set(again[5:])) == 1
     assert again[-1] > 0
+
+
+def test_another_thread_in_the_middle_of_such_a_step() -> None:
+    def run(limit: int) -> tuple[list[Tensor], gk.budget]:
+        torch.manual_seed(0)
+        nets = [NETS["linear"]() for _ in range(2)]
+        data = torch.randn(16, WIDTH)
+
+        def elsewhere() -> None:
+            for _ in range(2):
+                nets[1](data).square().mean().backward()
+
+        with gk.budget(limit) as b:
+            for k in range(12):
+                h = nets[0][:10](data)
+                if k in (6, 9):
+                    thread = threading.Thread(target=elsewhere)
+                    thread.start()
+                    thread.join()
+                nets[0][10:](h).square().mean().backward()
+        return [p.grad for net in nets for p in net.parameters() if p.grad is not None], b
+
+    plain, wide = run(WIDE)
+    ours, b = run(int(wide.peak * 0.7))
+    assert len(ours) == len(plain) > 0
+    assert all(map(torch.equal, ours, plain))
+    assert b.peak <= b.limit
+    assert not b._holdings.record.idle

@@ -212,13 +212,13 @@ class Holdings(Companion):
             switch = self.sparse.switches.get(len(self.steps.calls))
             if switch is not None:
                 self.record.begun = self.record.begun or switch
-                self.modes.idle(not switch)
+                self.record.idle = not switch
         if counts is False:
             self._note(entry, tensor, storage, False)
         elif counts is None and self.sparse is not None:
             self.sparse = None
             self.record.begun = True
-            self.modes.idle(False)
+            self.record.idle = False
         elif counts is None:
             self.record.begun = True
             if not LEDGER.active:  # otherwise once the engine has ended
@@ -316,12 +316,12 @@ class Holdings(Companion):
         if outermost and self._over(call, error):
             self.end_step(ran=True)
             self.sparse = None
-            self.modes.idle(False)
+            self.record.idle = False
             if popped and self.modes.threads == 1 and not self.store.values:
                 self.slack.expected, self.sparse = self.steps.slack()
                 if self.sparse is not None:
                     self.record.trace = Skeleton()
-                    self.modes.idle(not self.sparse.first)
+                    self.record.idle = not self.sparse.first
         if (self.sparse is not None or not self.slack.expected) and (popped or outermost):
             self.modes.on()
         else:
@@ -371,7 +371,7 @@ class Holdings(Companion):
             as_expected = self.slack.end(len(self.steps.calls))
             if not as_expected:
                 self.sparse = None
-                self.modes.idle(False)
+                self.record.idle = False
             if as_expected is None:
                 self.steps.end(self.record.trace, self.store.peak, self.store.live, ran)
             else:

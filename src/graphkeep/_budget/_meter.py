@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphkeep._budget._record import Kind, tensors_in
+from graphkeep._budget._kind import Kind, tensors_in
 from graphkeep._budget._rerun import aside
 from graphkeep._budget._values import Storage
 from graphkeep._storage import storages

@@ -96,11 +96,6 @@ class Modes:
             _push_mode(mine.mode)
             self.resting.discard(threading.get_ident())
 
-    def idle(self, idle: bool) -> None:
-        """Whether what this thread runs is not written down for now."""
-        if self._mine.mode is not None:
-            self._mine.mode.idle = idle
-
     def rest(self) -> None:
         """It stays off in this thread."""
         if self._mine.mode is not None and not self._mine.on:

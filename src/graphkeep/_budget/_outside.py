@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from graphkeep import _saved
-from graphkeep._budget._record import Record, tensors_in
+from graphkeep._budget._kind import tensors_in
+from graphkeep._budget._record import Record
 from graphkeep._budget._store import Store
 from graphkeep._budget._values import Storage, Value
 from graphkeep._storage import storages

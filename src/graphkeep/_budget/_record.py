@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from graphkeep._budget import _roofline
+from graphkeep._budget._kind import Kind, changed, count_changes, default_generator, is_plain, kind_of, tensors_in
 from graphkeep._budget._section import Section
 from graphkeep._budget._trace import Trace
 from graphkeep._budget._values import Alive, Kept, Op, Ref, Scratch, Storage, Value, checksum, geometry
@@ -27,113 +28,12 @@ if TYPE_CHECKING:
     from graphkeep._budget._meter import Meter
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_REPEATABLE = ("aten", "prims", "prim")  # a kernel of somebody else's, or a collective, is not run again
-_COLLECTIVE = ("c10d", "c10d_functional", "_c10d_functional", "fsdp", "symm_mem")  # may write to whatever they are given
-_strided = torch.strided
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _grad_enabled = torch.is_grad_enabled
 _now = time.perf_counter
 _stack: Callable[[], Any] = _get_current_dispatch_mode_stack
 SMALL = 1 << 14  # bytes of a result of a random op that is rather kept than drawn again: a generator's state takes 5,056
-
-
-_UNCOUNTED = (torch.ops.aten.rrelu_with_noise,)  # it saves the noise, then writes it
-
-
-class Kind(NamedTuple):
-    """What is known of an op from its schema.
-
-    Attributes:
-        view: whether all it gives are views of what it was given.
-        opaque: whether it must not be run again.
-        changes: position and name of each argument that it changes.
-        random: whether it may draw random numbers.
-        generator: whether it can be told from which generator.
-        statistics: position of the first of two running statistics that a batch norm writes without saying so; -1: none.
-        training: position of its argument that says whether it does.
-        counted: whether torch counts, in the version, that it changes them.
-        lists: whether it changes the tensors of lists, and torch counts that without a dispatch mode.
-        collective: whether it may change all that it is given, without saying so.
-        writes: whether it changes anything.
-    """
-
-    view: bool
-    opaque: bool
-    changes: tuple[tuple[int, str], ...]
-    random: bool
-    generator: bool
-    statistics: int
-    training: int
-    counted: bool
-    lists: bool
-    collective: bool
-    writes: bool
-
-
-@functools.cache
-def kind_of(func: Any) -> Kind:
-    schema = func._schema
-    changes = tuple(
-        (i, argument.name)
-        for i, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    view = not changes and bool(schema.returns) and all(result.alias_info is not None for result in schema.returns)
-    names = [argument.name for argument in schema.arguments]
-    statistics = names.index("running_mean") if "running_mean" in names and "running_var" in names else -1
-    training = next((i for i, name in enumerate(names) if name in ("training", "train", "is_training")), -1)
-    if changes or training < 0:
-        statistics = -1
-    return Kind(
-        view,
-        func.namespace not in _REPEATABLE,
-        changes,
-        torch.Tag.nondeterministic_seeded in func.tags,
-        "generator" in names,
-        statistics,
-        training,
-        func.overloadpacket not in _UNCOUNTED,
-        bool(changes) and func.__name__.startswith("_foreach_"),
-        func.namespace in _COLLECTIVE,
-        bool(changes) or statistics >= 0 or func.namespace in _COLLECTIVE,
-    )
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments or results, in order."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
-
-
-def changed(kind: Kind, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an op changes, in order."""
-    found: list[torch.Tensor] = []
-    for position, name in kind.changes:
-        found += tensors_in(args[position] if position < len(args) else kwargs.get(name))
-    return found
-
-
-def _count_changes(tensors: list[torch.Tensor], before: list[int]) -> None:
-    for tensor, version in zip(tensors, before, strict=True):
-        if tensor._version == version:
-            try:
-                _set_versions([tensor], [version + 1])
-            except TypeError:  # torch 2.6 takes one tensor
-                _set_versions(tensor, version + 1)
-
-
-_set_versions: Any = torch._C._autograd._unsafe_set_version_counter
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in _PLAIN and tensor.layout is _strided and not tensor.is_nested and not tensor.is_quantized
 
 
 class Mode(TorchDispatchMode):
@@ -147,7 +47,6 @@ class Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
         self.off = 0  # above 0, ops are run and not written down
-        self.idle = False  # for now, only what changes something is looked at
         self.within = -1  # the sequence number at which it was put on in the middle of an op; no new node has been made since
         self.meter = meter
         self.room = room
@@ -159,7 +58,7 @@ class Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = kind_of(func)
-        if (kind.view and not kind.collective) or (self.idle and not kind.writes) or self.record.closed:
+        if (kind.view and not kind.collective) or (self.record.idle and not kind.writes) or self.record.closed:
             return func(*args, **kwargs) if kwargs else func(*args)
         if self.meter is not None and self.room is not None:
             self.room(self.meter.need(func, kind, args, kwargs or {}))
@@ -175,12 +74,12 @@ class Mode(TorchDispatchMode):
             self.within = -1
         if self.off:
             out = func(*args, **kwargs) if kwargs else func(*args)
-        elif self.within >= 0 or self.idle:
+        elif self.within >= 0 or self.record.idle:
             out = self.record.run_unwritten(func, kind, args, kwargs or {}, own=False)
         else:
             out = self.record.run(func, kind, args, kwargs or {})
         if kind.lists:  # with a dispatch mode active torch does not count these changes
-            _count_changes(changed(kind, args, kwargs or {}), versions)
+            count_changes(changed(kind, args, kwargs or {}), versions)
         return out
 
 
@@ -215,6 +114,7 @@ class Record:
         self.lock = Section()
         self.resting = False  # the last graph has gone
         self.begun = False  # an op with a history has run
+        self.idle = False  # for now, only what changes something is looked at
         self.closed = False  # nobody listens any more; a thread that nobody has told may still have the mode on
         self.trace = Trace()
         self.small = 0  # integer results of so many bytes at most are kept
@@ -308,7 +208,7 @@ class Record:
                     self._lost(storage, counted=False)
             elif changes:
                 for n, tensor in enumerate(changed(kind, args, kwargs)):
-                    if _plain(tensor):
+                    if is_plain(tensor):
                         self._new_version(op, -1 - n, tensor, kind.counted)
             self._results(op, out, values if op is not None else None, args, kwargs)
         return out
@@ -342,7 +242,7 @@ class Record:
         out = func(*args, **kwargs)
         op.seconds = _now() - begun
         if not torch.equal(before, generator.get_state()):
-            drawn = sum(t.untyped_storage().nbytes() for t in [*tensors_in(out), *changed(kind, args, kwargs)] if _plain(t))
+            drawn = sum(t.untyped_storage().nbytes() for t in [*tensors_in(out), *changed(kind, args, kwargs)] if is_plain(t))
             if drawn <= SMALL or not (kind.generator or (device is not None and device.type == "cuda")):
                 return out, None
             op.generator = before
@@ -362,7 +262,7 @@ class Record:
             return []
         found = {}
         for tensor in tensors:
-            if _plain(tensor):
+            if is_plain(tensor):
                 storage = tensor.untyped_storage()
                 found[storage._cdata] = storage
         for key in found:
@@ -419,7 +319,7 @@ class Record:
         return self._ref(tree, values) if isinstance(tree, torch.Tensor) else tree
 
     def _ref(self, tensor: torch.Tensor, values: dict[int, Value]) -> Ref:
-        if not _plain(tensor):
+        if not is_plain(tensor):
             raise _OpaqueError
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -465,14 +365,16 @@ class Record:
                 self._result(op, place, tensor, read, args, kwargs)
 
     def _result(self, op: Op | None, place: int, out: Any, read: dict[int, Value] | None, args: Any, kwargs: Any) -> None:
-        if not _plain(out):
+        if not is_plain(out):
             return
         storage = out.untyped_storage()
         key = storage._cdata
         if key in self._made:
             return
         if read is None:
-            if key in self._leaves or any(_plain(t) and t.untyped_storage()._cdata == key for t in tensors_in((args, kwargs))):
+            if key in self._leaves or any(
+                is_plain(t) and t.untyped_storage()._cdata == key for t in tensors_in((args, kwargs))
+            ):
                 return
         elif key in read or (op is not None and op.made and key in self._leaves):
             return
@@ -535,12 +437,3 @@ _HARMLESS = ("FlopCounterMode", "_FlopCounterMode", "CommDebugMode", "_CachingTo
 
 
 INDICES = "its few integers (indices, a mask) must not come out otherwise"
-
-
-def default_generator(device: torch.device | None) -> torch.Generator | None:
-    """That from which an op on a device draws; None where that is not known."""
-    if device is None or device.type == "cpu":
-        return torch.default_generator
-    if device.type == "cuda" and torch.cuda.is_initialized():
-        return torch.cuda.default_generators[device.index or 0]
-    return None

@@ -16,7 +16,7 @@ from torch._ops import _len_torch_dispatch_stack_pre_dispatch as _modes_before_d
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from graphkeep._budget._record import Kind, changed, default_generator, kind_of, tensors_in
+from graphkeep._budget._kind import Kind, changed, default_generator, kind_of, tensors_in
 from graphkeep._budget._values import Op, Ref, Scratch, Storage, Value, refs
 
 Find = Callable[[Value], Storage]
