@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -188,3 +191,31 @@ def test_nothing_is_left_alive_afterwards(way: Callable[..., list[torch.Tensor]]
         # torch itself leaves cycles in some programs (a tensor changed in place by what it had been saved for)
         assert alive_after(way, program) <= alive_after(plain, program), seed
     gc.collect()
+
+
+def saved_and_loaded(module: torch.nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize("make", [lambda: gk.budget(1 << 20, spill="both"), lambda: gk.budget(0.5), gk.watch])
+def test_a_copy_of_a_module_has_a_context_that_nobody_has_entered(copied: Any, make: Callable[[], Any]) -> None:
+    module = torch.nn.Linear(2, 2)
+    module.context = make()
+    with module.context:
+        module(torch.ones(1, 2)).sum().backward()
+        other = copied(module)
+    with other.context as entered:
+        other(torch.ones(1, 2)).sum().backward()
+    assert type(entered) is type(module.context)
+    assert torch.equal(other.weight.grad, module.weight.grad)
+    if isinstance(entered, gk.budget):
+        assert (entered._limit, entered._share, entered._spill) == (
+            module.context._limit,
+            module.context._share,
+            module.context._spill,
+        )
+        assert entered.steps == 1

@@ -123,6 +123,11 @@ class budget:
         self._spill = spill
         self._holdings = self._new(Steps(self._limit, self._share, plans=spill == "recompute" and self._device is None))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, by `copy.deepcopy` or `torch.save` of a module that holds it, is one that nobody has entered."""
+        limit = self._limit if self._share is None else self._share
+        return _fresh, (type(self), "limit" if self._device is None else "device_memory", limit, self._spill, self._on_exit)
+
     def _new(self, steps: Steps) -> Holdings:
         """What a `with` begins with: it knows the streams of those before."""
         return Holdings(steps, spill=self._spill, device=self._device)
@@ -227,6 +232,10 @@ class budget:
     def __repr__(self) -> str:
         limit = f"{self._share}" if self.limit is None else format_bytes(self.limit)
         return f"<graphkeep.budget {limit}, peak {format_bytes(self.peak)}>"
+
+
+def _fresh(kind: type[budget], name: str, limit: Any, spill: Any, on_exit: Any) -> budget:
+    return kind(**{name: limit}, spill=spill, on_exit=on_exit)
 
 
 __all__ = ["BudgetError", "budget"]

@@ -107,6 +107,10 @@ class watch:
         self.died: Callable[[Entry, Call | None], None]
         self.used: Callable[[Entry], None]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, by `copy.deepcopy` or `torch.save` of a module that holds it, is one that has not begun, and has no file."""
+        return _fresh, (type(self), self._schedule)
+
     # running --------------------------------------------------------------------------------------------------------------
 
     @eager
@@ -403,3 +407,7 @@ class watch:
     def __repr__(self) -> str:
         state = "running" if self._running else "stopped"
         return f"<gk.watch {state}: {self.timeline.step} steps, {format_bytes(self.timeline.live)} held>"
+
+
+def _fresh(kind: type[watch], schedule: Schedule | None) -> watch:
+    return kind(schedule=schedule)
