@@ -206,10 +206,10 @@ def test_a_copy_of_a_module_has_a_context_that_nobody_has_entered(copied: Any, m
     module = torch.nn.Linear(2, 2)
     module.context = make()
     with module.context:
-        module(torch.ones(1, 2)).sum().backward()
+        module(torch.ones(1, 2)).exp().sum().backward()
         other = copied(module)
     with other.context as entered:
-        other(torch.ones(1, 2)).sum().backward()
+        other(torch.ones(1, 2)).exp().sum().backward()
     assert type(entered) is type(module.context)
     assert torch.equal(other.weight.grad, module.weight.grad)
     if isinstance(entered, gk.budget):
@@ -218,4 +218,4 @@ def test_a_copy_of_a_module_has_a_context_that_nobody_has_entered(copied: Any, m
             module.context._share,
             module.context._spill,
         )
-        assert entered.steps == 1
+        assert entered.peak > 0
