@@ -315,8 +315,6 @@ class Holdings(Companion):
                     break
         if outermost and self._over(call, error):
             self.end_step(ran=True)
-            self.sparse = None
-            self.record.idle = False
             if popped and self.modes.threads == 1 and not self.store.values:
                 self.slack.expected, self.sparse = self.steps.slack()
                 if self.sparse is not None:
@@ -369,9 +367,8 @@ class Holdings(Companion):
             without = self.steps.limit is None
             self.record.trace.first = self.slack.first
             as_expected = self.slack.end(len(self.steps.calls))
-            if not as_expected:
-                self.sparse = None
-                self.record.idle = False
+            if self.sparse is not None:  # if something lives on that was dropped, every change has to be seen
+                self.sparse, self.slack.expected = None, ()
             if as_expected is None:
                 self.steps.end(self.record.trace, self.store.peak, self.store.live, ran)
             else:

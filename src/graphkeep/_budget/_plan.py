@@ -77,7 +77,10 @@ class Plan:
         """Which ops of a step like it need be written down; None: all."""
         if not self._scheduled:
             self._scheduled = True
-            self._schedule = schedule(self.trace, self.calls, self.again) if self.fits else None
+            # also what made those that nobody asks for again: unwritten, they would be copied to the host
+            gone = {self.trace.values[v].op for v in [*self.dropped, *(v for moment in self.later.values() for v in moment)]}
+            again = self.again | {op for op in gone if op >= 0}
+            self._schedule = schedule(self.trace, self.calls, again) if self.fits else None
         return self._schedule
 
 

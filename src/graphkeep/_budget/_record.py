@@ -129,7 +129,7 @@ class Record:
         self._made.clear()
         self._made.update(known)
         self.trace = Trace()
-        self.begun = self.resting = False
+        self.begun = self.resting = self.idle = False
 
     def close(self) -> None:
         """Nobody listens any more."""
