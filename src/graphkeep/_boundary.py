@@ -269,8 +269,10 @@ def _refuse_second_gradient(outputs: Any) -> None:
         if ddp is not None:
             raise ArgumentError(
                 "a leaf would get its gradient in two backwards, and DistributedDataParallel synchronises it after the first",
-                where=f"{_modules.describe(twice[0], [ddp.module])}, tied across gk.cut() at {trunk.where}",
-                instead="one backward for the heads that share it; or all of it under `with model.no_sync():`",
+                where=f"{_modules.describe(twice[0], [ddp.module])}, shared by two heads, by a head and the trunk, or by what "
+                f"torch.compile has made one region of, around gk.cut() at {trunk.where}",
+                instead="one backward for the heads that share it; a compiled region for each head; or all of it under "
+                "`with model.no_sync():`",
             )
         trunk.reached |= leaves.keys()
 

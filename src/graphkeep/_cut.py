@@ -109,6 +109,7 @@ class cut(Generic[T]):
 
         self.stand_ins = _tree.map_tensors(stand_in, tree)
         trunk.read([gate.edge for gate in self._gates])
+        _refuse_two_cuts(trunk)
         self._leaves = [_Leaf(leaf) for leaf in trunk.leaves]
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             # a weight's cast that autocast cached in the trunk would lead a head that uses the weight around the cut
@@ -240,6 +241,28 @@ def _refuse_wrapper() -> None:
             f"gk.cut() in the forward of a DistributedDataParallel model with {option}=True: it takes the trunk's parameters "
             "for unused, or synchronises them after the first head",
             instead=f"DistributedDataParallel without {option}, or the heads outside of it, on a gk.cut() of what it returns",
+        )
+
+
+def _refuse_two_cuts(trunk: Trunk) -> None:
+    """Trunks that another backward reaches as well, or whose weights are not there when the block is left."""
+    known = {id(leaf) for other in open_trunks.trunks.values() for leaf in other.leaves}
+    twice = [leaf for leaf in trunk.leaves if id(leaf) in known]
+    ddp = _distributed.synchronised(twice) if twice else None
+    if ddp is not None:
+        raise ArgumentError(
+            "two cuts on one DistributedDataParallel model: each trunk has a backward of its own, and the gradients are "
+            "synchronised after the first",
+            where=_modules.describe(twice[0], [ddp.module]),
+            instead="one cut of both, `with gk.cut((x, y)) as (x, y):`; or all of it under `with model.no_sync():`",
+        )
+    gathered = _distributed.gathered_for_now(trunk.leaves)
+    if gathered is not None:
+        raise ArgumentError(
+            "FSDP2 (fully_shard) lets go of the trunk's weights with the first head's backward, before the trunk has its own",
+            where=gathered,
+            instead="a module of its own for the trunk, with fully_shard(trunk, reshard_after_forward=True) before that of the "
+            "whole; or the heads outside of the sharded model",
         )
 
 

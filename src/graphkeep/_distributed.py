@@ -41,8 +41,11 @@ class Plain:
         """Whether a forward made now would have its backward synchronised."""
         return False
 
-    def before_backward(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Called once in a backward that is to be synchronised, before any gradient reaches the leaves."""
+    def expects(self, node: Any, leaves: Iterable[torch.Tensor]) -> None:
+        """A node has been made that will bring gradients to these leaves, in a backward that is to be synchronised."""
+
+    def before_backward(self) -> None:
+        """Called by each such node in a backward, before any gradient reaches the leaves."""
 
 
 class DataParallel(Plain):
@@ -51,6 +54,7 @@ class DataParallel(Plain):
     def __init__(self, model: Any) -> None:
         super().__init__(model.module)
         self._ddp = model
+        self._state = _states.setdefault(model, _State())
         reason = None
         if model.static_graph:
             reason = "static_graph=True", "DistributedDataParallel without static_graph"
@@ -72,36 +76,121 @@ class DataParallel(Plain):
     def synchronises(self) -> bool:
         return bool(self._ddp.require_backward_grad_sync)
 
-    def before_backward(self, leaves: Iterable[torch.Tensor]) -> None:
+    def expects(self, node: Any, leaves: Iterable[torch.Tensor]) -> None:
+        self._state.nodes[node] = list(leaves)
+
+    def before_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == self._state.task:  # several inferences of one model, and a backward through all of them
+            return
+        self._state.task = task
         outputs = []
         if self._ddp.find_unused_parameters:
             # the reducer looks for the parameters that these lead to
+            leaves = {id(leaf): leaf for some in list(self._state.nodes.values()) for leaf in some}
             with torch.enable_grad():
-                outputs = [leaf.view_as(leaf) for leaf in leaves]
+                outputs = [leaf.view_as(leaf) for leaf in leaves.values()]
+        self._state.nodes.clear()
         self._ddp.reducer.prepare_for_backward(outputs)
 
 
-def wrapped(model: Callable[..., Any]) -> Plain:
+class _State:
+    """Of a wrapper.
+
+    Attributes:
+        task: the engine's pass that its reducer was made ready for last.
+        nodes: those that wait for a backward, and the leaves of each.
+    """
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.nodes: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+_states: weakref.WeakKeyDictionary[Any, _State] = weakref.WeakKeyDictionary()
+
+
+def wrapped(model: Callable[..., Any], modules: Iterable[nn.Module]) -> Plain:
     """How to run a model that may be wrapped.
+
+    Arguments:
+        modules: that it is made of.
 
     Raises:
         ArgumentError: it is wrapped in a way whose backward could not be right.
     """
-    if isinstance(model, nn.Module):
-        for module in model.modules():
-            kinds = {kind.__name__ for kind in type(module).__mro__}
-            if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
-                raise ArgumentError(
-                    "gk.infer cannot replay a module that FSDP shards", instead="DistributedDataParallel, or gk.cut"
-                )
-            if "DistributedDataParallel" in kinds and module is not model:
-                raise ArgumentError(
-                    "gk.infer got a module with a DistributedDataParallel inside",
-                    instead="DistributedDataParallel around the whole model, and that given to gk.infer",
-                )
-        if "DistributedDataParallel" in {kind.__name__ for kind in type(model).__mro__}:
-            return DataParallel(model)
+    if _kinds(model) & _DATA_PARALLEL:
+        refuse_wrappers(modules, model)
+        return DataParallel(model)
+    refuse_wrappers(modules)
     return Plain(model)
+
+
+def refuse_wrappers(modules: Iterable[nn.Module], but: object = None) -> None:
+    """Refuse what an inference runs if a wrapper is among it that counts forwards.
+
+    Arguments:
+        but: the wrapper that it knows of.
+
+    Raises:
+        ArgumentError: there is another.
+    """
+    for module in modules:
+        kinds = _kinds(module)
+        if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+            raise ArgumentError(
+                "gk.infer cannot replay a module that FSDP shards", instead="DistributedDataParallel, or gk.cut"
+            )
+        if kinds & _DATA_PARALLEL and module is not but:
+            raise ArgumentError(
+                "gk.infer got a function or a module that runs a DistributedDataParallel model inside",
+                instead="DistributedDataParallel around all of it (and around what torch.compile returns), and that given to "
+                "gk.infer: gk.infer(ddp, x); or ddp.module, which synchronises nothing",
+            )
+        if (
+            "SyncBatchNorm" in kinds
+            and module.training
+            and dist.is_available()
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+        ):
+            raise ArgumentError(_TOGETHER, where="SyncBatchNorm", instead=_SAME)
+
+
+_TOGETHER = "the ranks run the forward of the model together (it calls collectives), and gk.infer replays other rows on each"
+_SAME = "gk.infer on what comes before the collectives; for the whole model one plain forward, or gk.cut"
+_DATA_PARALLEL = {"DistributedDataParallel"}
+
+
+def _kinds(module: object) -> set[str]:
+    return {kind.__name__ for kind in type(module).__mro__}
+
+
+def collectives() -> int:
+    """How many collectives this process has called."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return 0
+    count = 0
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    for group in groups:
+        try:
+            count += group._get_sequence_number_for_group()
+        except RuntimeError:  # a backend that does not count
+            continue
+    return count
+
+
+def refuse_collectives(before: int) -> None:
+    """Refuse an inference whose forward has called some.
+
+    Arguments:
+        before: what `collectives` was then.
+
+    Raises:
+        ArgumentError: it has.
+    """
+    if collectives() != before:
+        raise ArgumentError(_TOGETHER, instead=_SAME)
 
 
 # wrappers that are alive ----------------------------------------------------------------------------------------------------
@@ -129,10 +218,31 @@ class _Wrappers:
         if [sys.getrefcount(kind) for kind in (reducer, *kinds)] != self._count or None in found:
             with warnings.catch_warnings():  # some objects warn when their type is asked for
                 warnings.simplefilter("ignore")
-                found = [obj for obj in gc.get_objects() if type(obj) in kinds and hasattr(obj, "reducer")]
+                found = [obj for obj in _objects() if type(obj) in kinds and hasattr(obj, "reducer")]
             self._found = [weakref.ref(module) for module in found]
             self._count = [sys.getrefcount(kind) for kind in (reducer, *kinds)]
         return found
+
+
+def _objects() -> Iterable[Any]:
+    """Everything that the collector knows, also what `gc.freeze` hides: that is looked for from the frames and modules on."""
+    found = gc.get_objects()
+    if not gc.get_freeze_count():
+        return found
+    seen = {id(obj): obj for obj in found}
+    todo: list[Any] = [*found, *sys.modules.values()]
+    for frame in sys._current_frames().values():
+        outer: Any = frame
+        while outer is not None:
+            todo += outer.f_locals.values()
+            outer = outer.f_back
+    seen |= {id(obj): obj for obj in todo if gc.is_tracked(obj)}
+    while todo:
+        for obj in gc.get_referents(todo.pop()):
+            if id(obj) not in seen and gc.is_tracked(obj):
+                seen[id(obj)] = obj
+                todo.append(obj)
+    return list(seen.values())
 
 
 def _subclasses(kind: type) -> Iterable[type]:
@@ -146,8 +256,11 @@ _wrappers = _Wrappers()
 
 
 def waiting() -> list[Any]:
-    """The `DistributedDataParallel` modules whose last forward was made to be synchronised by one backward."""
-    return [ddp for ddp in _wrappers.alive() if ddp.require_forward_param_sync]
+    """The `DistributedDataParallel` modules of which a forward may wait to be synchronised by one backward.
+
+    Not those whose last forward was under `no_sync`, if they still are: what came before the last forward nobody can tell.
+    """
+    return [ddp for ddp in _wrappers.alive() if ddp.require_forward_param_sync or ddp.require_backward_grad_sync]
 
 
 def synchronised(leaves: Iterable[torch.Tensor]) -> Any:
@@ -170,6 +283,33 @@ def running() -> Any:
     return DistributedDataParallel._active_ddp_module
 
 
+def _fsdp_states() -> Iterable[Any]:
+    """Those of the modules that FSDP2 (`torch.distributed.fsdp.fully_shard`) shards."""
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    from torch.distributed._composable_state import _module_state_mapping  # noqa: PLC0415
+
+    return [state for ref in list(_module_state_mapping.values()) if (state := ref()) is not None]
+
+
+def _fsdp_groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def gathered_for_now(leaves: Iterable[torch.Tensor]) -> str | None:
+    """Names a leaf that FSDP2 holds whole while the forward that runs now goes on, and until the first backward has ended."""
+    states = list(_fsdp_states())
+    if not any(getattr(getattr(state, "_training_state", None), "name", "") == "FORWARD" for state in states):
+        return None
+    known = {id(leaf) for leaf in leaves}
+    for group in [group for state in states for group in _fsdp_groups(state)]:
+        for parameter in group.fsdp_params if getattr(group, "is_unsharded", False) else ():
+            if id(getattr(parameter, "_unsharded_param", None)) in known:
+                return str(getattr(parameter, "_param_fqn", None) or "a weight")
+    return None
+
+
 class Gathered:
     """The storages of whole parameters that FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers for a moment.
 
@@ -187,10 +327,8 @@ class Gathered:
 
         if len(_module_state_mapping) != self._modules:
             self._modules, self._known = len(_module_state_mapping), set()
-            for ref in list(_module_state_mapping.values()):
-                state: Any = ref()
-                groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-                for parameter in [parameter for group in groups if group is not None for parameter in group.fsdp_params]:
+            for state in _fsdp_states():
+                for parameter in [parameter for group in _fsdp_groups(state) for parameter in group.fsdp_params]:
                     whole = getattr(parameter, "_unsharded_param", None)
                     if whole is None:  # there is none before the first forward: look again
                         self._modules = -1

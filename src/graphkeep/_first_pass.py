@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from graphkeep import _graph, _modules, _replay, _tree
+from graphkeep import _distributed, _graph, _modules, _replay, _tree
 from graphkeep._batch import Arguments, Call, Outputs
 from graphkeep._distributed import Plain
 from graphkeep._errors import ArgumentError, ChangedGraphError
@@ -89,8 +89,10 @@ class FirstPass:
             mark = _sequence_number()
             started = time.perf_counter()
             torch.clear_autocast_cache()  # a cast made by the chunk before carries that chunk's graph
+            called = _distributed.collectives()
             with self._watch_modules(self.worlds[-1]):
                 tree = self._call(call)
+            _distributed.refuse_collectives(called)
             torch.clear_autocast_cache()
             seconds += time.perf_counter() - started
             tensors = outputs.add(tree, rows.stop - rows.start)
@@ -151,6 +153,7 @@ class FirstPass:
         def meet(module: nn.Module, _args: object) -> None:
             self._ran.add(module)
             if module not in known:
+                _distributed.refuse_wrappers([module])
                 known.add(module)
                 self.modules.append(module)
                 world.include([module])

@@ -147,7 +147,8 @@ def _finite_rows(first: FirstPass) -> torch.Tensor:
         finite = torch.ones(chunk.stop - chunk.start, dtype=torch.bool)
         for tensor in first.tensors:
             if tensor.is_floating_point():
-                rows = torch.isfinite(select(tensor, chunk, dim)).movedim(dim, 0).flatten(1).all(1)
+                rows = torch.isfinite(select(tensor, chunk, dim)).movedim(dim, 0)
+                rows = rows.reshape(len(rows), -1).all(1)
                 finite &= rows.cpu()
         found = finite.nonzero()[:_GROUP, 0] + chunk.start
         if len(found) > 1 or chunk.stop - chunk.start == 1:

@@ -109,7 +109,7 @@ class Inference:
         limit = parse_keep(keep, budget)
         self._stale_ok = stale_ok
         self._where = caller()
-        wrapper = wrapped(model)
+        wrapper = wrapped(model, modules_of(model))
         arguments = Arguments(*wrapper.begin(args, kwargs), batch_dim)
         self.plan = Plan(arguments.size, 1, str(keep))
         history = history_of(wrapper.forward, modules_of(wrapper.forward))

@@ -98,7 +98,7 @@ def backward(
     head = _graph.reach((_node(root) for root in roots), without=trunk)
     if not allow_unused:
         _require_reached(kept, roots, head, trunk)
-    _refuse_synchronised(trunk)
+    _refuse_synchronised(head | trunk)
     _refuse_donated(head | trunk)
 
     tombstone = _saved.Tombstone(f"gk.backward(keep=) at {caller()}", _KEEP_MORE)
@@ -199,13 +199,13 @@ def _require_reached(kept: list[GradientEdge], roots: list[Root], head: set[Node
         )
 
 
-def _refuse_synchronised(trunk: set[Node]) -> None:
-    """Two backwards reach the leaves of the trunk, and a DDP model that waits for one would synchronise half of it."""
-    ddp = _distributed.synchronised(_graph.leaves(trunk))
+def _refuse_synchronised(nodes: set[Node]) -> None:
+    """Others come after this backward, and a DDP model that waits for one would synchronise half of what they bring."""
+    ddp = _distributed.synchronised(_graph.leaves(nodes))
     if ddp is not None:
         raise ArgumentError(
             "gk.backward(keep=) on a DistributedDataParallel model, which synchronises each gradient as soon as one backward "
-            "has reached it, and a later backward is to reach those below `keep` again",
+            "has reached it, and a later backward may reach it again",
             where=_modules.describe(next(iter(ddp.module.parameters())), [ddp.module]),
             instead="`with gk.cut(x) as x:` in the forward, which reaches each leaf once; or the forward and this call under "
             "`with model.no_sync():`",

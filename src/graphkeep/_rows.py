@@ -29,7 +29,7 @@ class Rows(torch.autograd.Function):
     @eager
     def forward(ctx: Any, replays: Replays, numbers: torch.Tensor, *_targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.replays = replays
-        ctx.synchronises = replays.synchronises()
+        ctx.synchronises = replays.synchronises(ctx)
         ctx.set_materialize_grads(False)
         # torch frees it with the graph, so that a second backward is refused as everywhere
         ctx.save_for_backward(numbers)
@@ -71,7 +71,6 @@ class Replays:
         self._history = history
         self._backward_seconds = history.backward_seconds or 2 * first.forward_seconds  # a sample, until one has been seen
         self._settled = False
-        self._prepared = -1  # the engine's pass that the wrapper has been made ready for
         self.differentiable = first.differentiable
 
     def close(self) -> None:
@@ -97,16 +96,17 @@ class Replays:
         apply: Any = Rows.apply
         return list(apply(self, numbers, *first.leaves.values(), *first.arguments.differentiable.values()))
 
-    def synchronises(self) -> bool:
-        return self._source().wrapper.synchronises()
+    def synchronises(self, node: Any) -> bool:
+        """Whether the backward of a node is to be synchronised; the wrapper then waits for it."""
+        first = self._source()
+        if not first.wrapper.synchronises():
+            return False
+        first.wrapper.expects(node, first.leaves.values())
+        return True
 
     def prepare(self) -> None:
-        """Make the wrapper ready for the backward that runs now, once in each."""
-        task = torch._C._current_graph_task_id()
-        if task != self._prepared:
-            self._prepared = task
-            first = self._source()
-            first.wrapper.before_backward(first.leaves.values())
+        """Make the wrapper ready for the backward that runs now."""
+        self._source().wrapper.before_backward()
 
     # --- backward -----------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,9 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
         for name in wrapper.__tensor_flatten__()[0]:
-            yield from dense_parts(getattr(wrapper, name))
+            part = getattr(wrapper, name)
+            if isinstance(part, torch.Tensor):  # a `DTensor` names its mesh as well
+                yield from dense_parts(part)
     elif tensor.layout is torch.strided and tensor.is_nested:
         yield tensor.values()
     elif tensor.layout is torch.strided:
