@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -20,7 +21,7 @@ def mlp() -> nn.Module:
 
 
 def convolutions() -> nn.Module:
-    blocks = [nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(inplace=True)) for _ in range(8)]
+    blocks = [nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(inplace=True)) for _ in range(16)]
     return nn.Sequential(nn.Unflatten(1, (8, 4)), *blocks, nn.Flatten(1))
 
 
@@ -127,7 +128,7 @@ def test_a_step_that_is_another_is_as_in_eager_and_within_the_limit(
         assert b.live == 0
 
 
-@pytest.mark.parametrize("name", ["linear", "convolutions", "dense"])
+@pytest.mark.parametrize("name", ["linear", "dense"])
 def test_steps_that_go_on_alike_write_down_less_and_run_the_same_again(name: str) -> None:
     with gk.budget(WIDE) as wide:
         run(NETS[name], OTHERS["the same"])
@@ -233,3 +234,102 @@ def test_what_is_dropped_and_never_asked_for_is_not_copied_to_the_host(name: str
         assert b._holdings.sparse is not None
         assert b._holdings.store._spare.nbytes == 0
     assert b.peak <= b.limit
+
+
+def test_what_was_there_before_and_is_then_computed_in_the_step_does_not_break_the_limit() -> None:
+    """Masks without a gradient: what is saved looks the same."""
+    torch.manual_seed(0)
+    weights = [torch.randn(64, 64).div_(8).requires_grad_() for _ in range(8)]
+    x, masks = torch.randn(64, 64), [(torch.rand(64, 64) > 0.3).float() for _ in range(8)]
+
+    def steps(budget: gk.budget, computed: bool) -> int:
+        alive: list[weakref.ref[torch.UntypedStorage]] = []
+        h = x
+        for weight, mask in zip(weights, masks, strict=True):
+            if computed:
+                mask = mask * 1.5
+                alive.append(weakref.ref(mask.untyped_storage()))
+            h = (h @ weight).tanh().sin() * mask
+            del mask
+        loss = h.square().mean()
+        del h
+        held = budget.live
+        if budget._holdings.slack.unwritten:  # then they do not count
+            held += sum(storage.nbytes() for ref in alive if (storage := ref()) is not None)
+        loss.backward()
+        return held
+
+    with gk.budget(WIDE) as wide:
+        steps(wide, False)
+    for share in (0.8, 0.4):
+        with gk.budget(int(wide.peak * share)) as b:
+            for k in range(14):
+                assert steps(b, k >= 8) <= b.limit
+
+
+@pytest.mark.parametrize("how", ["raises", "is let go of"])
+def test_after_a_forward_without_a_backward_the_next_step_is_written_down(how: str) -> None:
+    def run(limit: float) -> tuple[list[Tensor], bool, gk.budget]:
+        torch.manual_seed(0)
+        sides = [torch.randn(64, 64).requires_grad_() for _ in range(30)]
+        weights, x = [torch.randn(64, 64).div_(8).requires_grad_() for _ in range(6)], torch.randn(4, 64)
+        sparse = False
+
+        def forward(k: int) -> Tensor:
+            sums = [side + x[0] for side in sides]  # saves nothing
+            sines = [h.sin() for h in sums]
+            del sums
+            h = x
+            for w in weights:
+                h = (h @ w).tanh().sin().cos()
+            if k == 9 and how == "raises":
+                raise KeyError
+            return h.square().mean() + sum(y.mean() for y in sines)
+
+        with gk.budget(limit) as b:
+            for k in range(14):
+                try:
+                    loss = forward(k)
+                except KeyError:
+                    continue
+                if k == 9:
+                    sparse = b._holdings.sparse is not None
+                else:
+                    loss.backward()
+                del loss
+        return [w.grad for w in (*weights, *sides) if w.grad is not None], sparse, b
+
+    plain, _, wide = run(WIDE)
+    for share in (0.2, 0.4, 0.5, 0.7):
+        ours, sparse, b = run(int(wide.peak * share))
+        assert sparse or how == "raises"
+        assert all(map(torch.equal, ours, plain))
+        assert b.peak <= b.limit
+        assert b._holdings.store._spare.nbytes == 0
+
+
+@pytest.mark.parametrize("place", [2, 5])
+def test_data_of_what_is_dropped_is_changed_in_the_middle(place: int) -> None:
+    def run(limit: int) -> tuple[list[Tensor], gk.budget, bool]:
+        torch.manual_seed(0)
+        weights, x = [torch.randn(64, 64).div_(8).requires_grad_() for _ in range(8)], torch.randn(4, 64)
+        found = []
+        with gk.budget(limit) as b:
+            for k in range(10):
+                h = x
+                for i, w in enumerate(weights):
+                    h = (h @ w).cos().sin().tanh()
+                    if k == 7 and i == place:
+                        h.data.mul_(2)
+                found.append(b._holdings.sparse is not None)
+                h.square().mean().backward()
+        return [w.grad for w in weights if w.grad is not None], b, found[7]
+
+    plain, wide, _ = run(WIDE)
+    seen = []
+    for share in (0.9, 0.7, 0.5, 0.4):
+        ours, b, sparse = run(int(wide.peak * share))
+        seen.append(sparse)
+        assert all(map(torch.equal, ours, plain))
+        assert b.peak <= b.limit
+    assert any(seen), seen

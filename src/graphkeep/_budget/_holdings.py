@@ -142,6 +142,7 @@ class Holdings(Companion):
         if self.slack.expected:
             if self.record.resting:  # the graph of the step before has gone without a backward
                 self.end_step()
+                self.slack.mixed = True  # what has run since was not written down
             counted = self._expected(entry, tensor, storage)
             if counted is False:
                 return
@@ -262,7 +263,7 @@ class Holdings(Companion):
             if value.trace is self.record.trace:
                 self.record.trace.note("die", value, node)
             if not self.store.values and quietly:
-                self.record.resting = True
+                self.record.resting, self.record.idle = True, False
 
     def _part(self, value: Value) -> None:
         """Let go of a value; what was made from it can then not be had again if the value cannot."""

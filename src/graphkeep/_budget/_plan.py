@@ -15,6 +15,7 @@ import contextlib
 import math
 import random
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.3, 0.2) 
 _ALONE = (1.0, 0.5, 0.0)  # whether a value is had again alone (1), or by the way, with all else that was dropped (0)
 _BEGINNING = 0.5  # of the time is for finding where to begin
 _EXCHANGE, _LATER = 0.35, 0.3  # shares of the changes: one value for its neighbour; to be the first to go, not at once
+_SPARE = 4  # a sixteenth of the limit at most is left free
 _WARM = 0.01  # share of the seconds that a change may make worse in the beginning
 
 
@@ -66,11 +68,11 @@ class Plan:
     def slack(self) -> bool:
         """Whether nothing is dropped, and would not be if all inputs had been computed: in steps like it nobody can tell."""
         nothing = not self.seconds and not self.dropped and not self.later
-        return self.fits and nothing and self.most + self._inputs <= self.limit
+        return nothing and self._fits_with_inputs
 
     @property
-    def _inputs(self) -> int:
-        return sum([saved.nbytes for saved in self.calls if not (saved.counts or saved.grad)])
+    def _fits_with_inputs(self) -> bool:
+        return self.fits and self.most + inputs(self.calls) <= self.limit
 
     @property
     def schedule(self) -> Schedule | None:
@@ -80,16 +82,29 @@ class Plan:
             # also what made those that nobody asks for again: unwritten, they would be copied to the host
             gone = {self.trace.values[v].op for v in [*self.dropped, *(v for moment in self.later.values() for v in moment)]}
             again = self.again | {op for op in gone if op >= 0}
-            self._schedule = schedule(self.trace, self.calls, again) if self.fits else None
+            self._schedule = schedule(self.trace, self.calls, again) if self._fits_with_inputs else None
         return self._schedule
 
 
-def plan(trace: Trace, limit: int, patience: float = PATIENCE) -> Plan:
-    """Decide within so many seconds."""
-    search = _Search(trace, limit, patience)
-    with contextlib.suppress(TookTooLongError):
-        search.run()
-    found = search.best
+def inputs(calls: Iterable[Saved]) -> int:
+    """Bytes of what was saved and does not count, since it was there before, which nobody can tell in steps that are alike."""
+    return sum([saved.nbytes for saved in calls if not (saved.counts or saved.grad)])
+
+
+def plan(trace: Trace, limit: int, patience: float = PATIENCE, spare: int = 0) -> Plan:
+    """Decide within so many seconds.
+
+    Arguments:
+        spare: bytes of the limit to leave free, if that is not much and a plan can.
+    """
+    found = None
+    for most in (limit - spare, limit) if 0 < spare <= limit >> _SPARE else (limit,):
+        search = _Search(trace, most, patience)
+        with contextlib.suppress(TookTooLongError):
+            search.run()
+        found = search.best
+        if found is not None:
+            break
     if found is None:
         return Plan(trace.saves, frozenset(), {}, 0, 0.0, False, limit, trace)
     way, again = search.way.dropped, frozenset(found.again)

@@ -74,7 +74,7 @@ class Mode(TorchDispatchMode):
             self.within = -1
         if self.off:
             out = func(*args, **kwargs) if kwargs else func(*args)
-        elif self.within >= 0 or self.record.idle:
+        elif self.within >= 0 or (self.record.idle and not self.record.knows(changed(kind, args, kwargs or {}))):
             out = self.record.run_unwritten(func, kind, args, kwargs or {}, own=False)
         else:
             out = self.record.run(func, kind, args, kwargs or {})
@@ -140,6 +140,11 @@ class Record:
     def value_of(self, storage: Storage) -> Value | None:
         """What a storage holds now; None if the record has not seen it."""
         return self._made.get(storage._cdata) or self._leaves.get(storage._cdata)
+
+    def knows(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether one of them has been made by the graph, as far as that is written down."""
+        values = [self.value_of(tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)]
+        return any(value is not None and not value.apart for value in values)
 
     def guard(self) -> bool:
         """A backward begins: if hooks of leaves may change leaves in it, be able to tell. Whether they may."""

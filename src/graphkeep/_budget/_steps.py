@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphkeep._budget._plan import PATIENCE, Plan, plan, smallest
+from graphkeep._budget._plan import PATIENCE, Plan, inputs, plan, smallest
 from graphkeep._budget._slack import Saved
 from graphkeep._budget._sparse import Schedule
 from graphkeep._budget._trace import Trace
@@ -88,11 +88,11 @@ class Steps:
             return
         if followed is not None and len(followed.saves) == len(saves) and followed.limit <= self.limit - carried:
             again = self.plans[-1].saves == saves  # steps that take turns are not taken for granted
-            self._follow(followed, trace)
+            self._follow(followed, trace, calls)
             self._steady = self._steady + 1 if again or self._steady < 0 else 1
         elif self._comes_again(saves):
             self._steady = min(self._steady, 0)
-            self._learn(self._plan(trace, carried))
+            self._learn(self._plan(trace, carried, calls))
         if self.plans and self.plans[-1].saves == saves:
             self.plans[-1].calls = calls
 
@@ -121,7 +121,7 @@ class Steps:
         if not whole:
             self._steady = -_UNSTEADY
 
-    def _follow(self, followed: Plan, trace: Trace) -> None:
+    def _follow(self, followed: Plan, trace: Trace, calls: tuple[Saved, ...]) -> None:
         self.followed += 1
         self._in_vain = 0
         self.plans = [*[plan for plan in self.plans if plan is not followed], followed]
@@ -132,13 +132,14 @@ class Steps:
         trace.ops = [new._replace(seconds=min(new.seconds, old.seconds)) for new, old in pairs]
         followed.trace = trace
         if used in _AGAIN:
-            self._learn(self._plan(trace, (self.limit or 0) - followed.limit), used)
+            self._learn(self._plan(trace, (self.limit or 0) - followed.limit, calls), used)
             self._in_vain = 0
 
-    def _plan(self, trace: Trace, carried: int) -> Plan:
+    def _plan(self, trace: Trace, carried: int, calls: tuple[Saved, ...]) -> Plan:
         assert self.limit is not None
         forward = sum([op.seconds for op in trace.ops])
-        return plan(trace, max(self.limit - carried, 1), min(max(_PATIENCE * forward, _SHORTEST), PATIENCE))
+        patience = min(max(_PATIENCE * forward, _SHORTEST), PATIENCE)
+        return plan(trace, max(self.limit - carried, 1), patience, inputs(calls))
 
     def _comes_again(self, saves: list[tuple[int, int]]) -> bool:
         key = hash(tuple(saves))
