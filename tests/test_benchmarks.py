@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks._budget_picture import draw, points
 
 from benchmarks import budget, budget_peers, watch, watch_jobs, watch_look, watch_memory
 from benchmarks._budget_nets import MODELS, build
-from benchmarks._budget_picture import draw, points
 from benchmarks._measure import LiveBytes, Row, allocated_peak, graph_peak
 
 MIB = 1 << 20
