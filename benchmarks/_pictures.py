@@ -79,13 +79,13 @@ def _budget(rows: Sequence[Row]) -> str:
 
 PICTURES = {
     "keep": Picture(
-        "Time over live bytes of eight heads on one trunk, for two models: cut and backward(keep=) beside retain_graph=True and "
-        "TorchJD",
+        "Time over live bytes of eight heads on one trunk, for two models: cut and backward(keep=) beside retain_graph=True "
+        "and TorchJD",
         _keep,
     ),
     "infer": Picture(
-        "Time over live bytes of backward batch by batch and of a contrastive step: infer beside the same by hand, GradCache and "
-        "others",
+        "Time over live bytes of backward batch by batch and of a contrastive step: infer beside the same by hand, GradCache "
+        "and others",
         _infer,
     ),
     "watch": Picture(
