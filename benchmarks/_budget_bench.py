@@ -32,13 +32,12 @@ class Bench:
         graph: the most bytes that its graph saves, parameters and the batch apart.
         live: how far the allocator's bytes rise in a step.
         flops: those of a step.
-        rounds: how often `alternate` comes back to each way.
     """
 
     def __init__(self, model: str, quick: bool = False) -> None:
         self.model = model
         self.job = build(model, quick)
-        self.rounds = 1 if quick else 2
+        self._turns = 1 if quick else 2
         self.buffers = [buffer for net in self.job.nets for buffer in net.buffers()]
         self.before = [buffer.clone() for buffer in self.buffers]
         self.expected: list[torch.Tensor] = []
@@ -72,16 +71,16 @@ class Bench:
     def alternate(self, ways: Mapping[str, Way]) -> tuple[dict[str, list[float]], dict[str, Exception]]:
         """Seconds of the steps of each way and of ``plain``, A B B A; and why one failed.
 
-        Each turn enters the way's context, takes a first step that is not counted, and two that are.
+        Each turn enters the way's context, takes a first step that is not counted, and three that are.
         """
         all_ways: dict[str, Way] = {"plain": nullcontext, **ways}
         times: dict[str, list[float]] = {name: [] for name in all_ways}
         errors: dict[str, Exception] = {}
-        for round_ in range(self.rounds):
-            for name, way in list(all_ways.items())[:: -1 if round_ % 2 else 1]:
+        for turn in range(self._turns):
+            for name, way in list(all_ways.items())[:: -1 if turn % 2 else 1]:
                 if name not in errors:
                     try:
-                        times[name] += self._turn(way, 100 * round_)
+                        times[name] += self._turn(way, 100 * turn)
                     except Exception as error:  # without its traceback, which holds a graph
                         errors[name] = error.with_traceback(None)
         return times, errors
@@ -92,7 +91,7 @@ class Bench:
         gc.disable()
         try:
             with way():
-                for i in range(3):
+                for i in range(4):
                     self.job.zero_grad()
                     start = time.process_time()
                     self.job.step(number + i)
@@ -117,8 +116,7 @@ class Limited:
         self.peak = 0
         with self:
             first = bench.unequal()
-            for i in range(2):
-                bench.job.step(i)
+            bench.job.step(0)
             planned = bench.unequal()
             flops, self.seconds = self.budget.recomputed_flops, self.budget.recomputed_seconds
             self.live = allocated_peak(bench.check)

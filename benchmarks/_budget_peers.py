@@ -123,7 +123,7 @@ def peers(model: str, quick: bool = False) -> dict[str, Way]:
     ways["selective checkpoint"] = selective
     if quick:
         return ways
-    if model not in ("LSTM", "TreeLSTM"):  # 200 steps unrolled; another graph each step
+    if model not in ("LSTM", "TreeLSTM"):  # its steps unrolled; another graph each step
         ways |= {f"compiler, budget {budget}": partial(compiled, budget=budget) for budget in (0.5,)}
     if importlib.util.find_spec("torch_remat") is None:
         print("  torch-remat is not installed and is left out", file=sys.stderr)

@@ -171,28 +171,52 @@ def silent() -> Iterator[None]:
         os.close(stderr)
 
 
+LEAST = 5  # rounds: a bracket of fewer says little
+ALLOWANCE = 5.0  # seconds of one comparison
+
+
+def rounds(most: int, least: int = LEAST, seconds: float = ALLOWANCE) -> Iterator[int]:
+    """The numbers of rounds: after the least, none begins when the time is up.
+
+    This keeps `make bench` within its twenty minutes. It is wall time, so that a slow or busy machine has fewer rounds and
+    not more minutes.
+    """
+    start = time.monotonic()
+    for number in range(most):
+        if number < least or time.monotonic() - start < seconds:
+            yield number
+
+
 def alternate(
-    variants: dict[str, Callable[[], object]], rounds: int, before: Callable[[], object] = lambda: None
+    variants: dict[str, Callable[[], object]],
+    most: int,
+    before: Callable[[], object] = lambda: None,
+    *,
+    least: int = LEAST,
+    warm: bool = False,
 ) -> dict[str, list[float]]:
-    """Seconds of each variant in each round, A B B A. A first round warms up and is not counted.
+    """Seconds of each variant in each round, A B B A.
 
     Arguments:
         variants: what to time.
-        rounds: how often each.
+        most: how often each, if `rounds` has time for so many.
         before: runs before each timed call, outside its time.
+        least: how often each in any case.
+        warm: each has run before; else each runs once more and is not counted.
     """
+    for fn in () if warm else variants.values():
+        before()
+        fn()
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for round_ in range(rounds + 1):
-        for name, fn in list(variants.items())[:: -1 if round_ % 2 else 1]:
+    for number in rounds(most, least):
+        for name, fn in list(variants.items())[:: -1 if number % 2 else 1]:
             before()
             gc.collect()
             gc.disable()
             start = time.process_time()
             fn()
-            seconds = time.process_time() - start
+            times[name].append(time.process_time() - start)
             gc.enable()
-            if round_:
-                times[name].append(seconds)
     return times
 
 

@@ -65,7 +65,7 @@ def _conv_net() -> Job:
         return nn.Sequential(*(_conv(64, 64) for _ in range(depth)), *pool)
 
     heads = [head(1) for _ in range(HEADS - 1)] + [head(2)]
-    return Job(trunk, heads, torch.randn(6, 3, 64, 64), torch.randint(CLASSES, (HEADS, 6)))
+    return Job(trunk, heads, torch.randn(4, 3, 64, 64), torch.randint(CLASSES, (HEADS, 4)))
 
 
 class _LastToken(nn.Module):

@@ -3,8 +3,8 @@
 Limits are shares of the most bytes that the plain step's graph saves, parameters and the batch apart, seen by a pair of
 saved-tensor hooks. *Graph bytes* are `b.peak`, from the first step on; *live bytes* are how far the bytes that torch's
 allocator has given out rise in one step, gradients on their way and workspaces included. *FLOPs again*: those of the ops that
-ran again, over those of the plain step. A limit has had five steps before it is timed, for the first is not planned yet; then
-all limits and plain torch alternate, two steps a turn. Gradients and buffers of the first step and of the fourth are compared
+ran again, over those of the plain step. A limit has had four steps before it is timed, for the first is not planned yet; then
+all limits and plain torch alternate, three steps a turn. Gradients and buffers of the first step and of the third are compared
 with the plain step's.
 
 Each model has a process of its own. All of them run with an allocator that keeps what is freed (`MALLOC_MMAP_MAX_=0`,
@@ -25,7 +25,7 @@ from benchmarks._budget_bench import Bench, Limited
 from benchmarks._budget_nets import MODELS
 from benchmarks._measure import Row, mib
 
-LIMITS = (210, 110, 90, 80, 70, 60, 50, 40, 30, 20)
+LIMITS = (210, 110, 70, 50, 30, 20)
 SLACK = 1.03
 WANTED = {
     "GPT": {50: 1.10, 30: 1.20},

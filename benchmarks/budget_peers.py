@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import graphkeep as gk
 from benchmarks import _budget_bench, _measure
@@ -31,57 +32,88 @@ def rows(quick: bool = False) -> Iterator[Row]:
         yield from of(model, quick)
 
 
+@dataclass
+class Peer:
+    """What one of them gives, and the budget that is set beside it, or why there is none."""
+
+    way: Way
+    live: int
+    unequal: tuple[int, int]
+    ours: Limited | None = None
+    failed: Exception | None = None
+
+
 def of(model: str, quick: bool = False) -> Iterator[Row]:
     bench = Bench(model, quick)
-    known: dict[int, int] = {}
-    for name, way in peers(model, quick).items():
-        figure = f"budget with the live bytes of {name}: time over the peer's"
-        ways: dict[str, Way] = {"peer": lambda way=way: way(bench.job)}
+    found: dict[str, Peer] = {}
+    budgets: list[Limited] = []
+    for name, around in peers(model, quick).items():
         try:
-            with ways["peer"]():
-                bench.check()
-                unequal = bench.unequal()
-                live = allocated_peak(bench.check)
+            found[name] = peer = _peer(bench, lambda around=around: around(bench.job))
         except Exception as error:
             yield _budget_bench.failed("budget_peers", model, name, error, None)
             continue
-        ours: Limited | None = None
         try:
-            ours = _within(bench, live, known)
-            ways["ours"] = lambda ours=ours: ours
+            peer.ours = _within(bench, peer.live, budgets)
         except Exception as error:
-            yield _budget_bench.failed("budget_peers", model, figure, error)
-        times, errors = bench.alternate(ways)
-        if "peer" in errors:
-            yield _budget_bench.failed("budget_peers", model, name, errors["peer"], None)
-            continue
-        row = _measure.time_row("budget_peers", model, f"{name}: time", times["peer"], times["plain"])
-        pairs = zip(unequal, ("gradients", "buffers"), strict=True)
-        wrong = "".join(f"; {count} {what} are not plain's, bit for bit" for count, what in pairs if count)
-        yield _measure.with_note(row, row.note + wrong)
-        note = f"{mib(live)} over {mib(bench.live)}"
-        yield Row("budget_peers", model, f"{name}: live bytes", live / bench.live, note=note)
-        if "ours" in errors:
-            yield _budget_bench.failed("budget_peers", model, figure, errors["ours"])
-        elif ours is not None:
-            row = _measure.time_row("budget_peers", model, figure, times["ours"], times["peer"], wanted=1.0)
-            note = f"{row.note}; live bytes {mib(ours.live)} and {mib(live)}; graph bytes {ours.peak / bench.graph:.1%}"
-            yield _measure.with_note(row, note)
+            peer.failed = error.with_traceback(None)
+    # all in one row of turns: plain torch and a budget that is near to two peers have one turn for both
+    ways = {name: peer.way for name, peer in found.items()}
+    ways |= {f"budget {i}": lambda ours=ours: ours for i, ours in enumerate(budgets) if _used(ours, found)}
+    times, errors = bench.alternate(ways)
+    for name, peer in found.items():
+        if name in errors:
+            yield _budget_bench.failed("budget_peers", model, name, errors[name], None)
+        else:
+            key = f"budget {budgets.index(peer.ours)}" if peer.ours is not None else ""
+            yield from _beside(bench, name, peer, times, key, errors.get(key) or peer.failed)
 
 
-def _within(bench: Bench, live: int, known: dict[int, int]) -> Limited:
-    """A limit under which a step's live bytes are at most so many.
+def _peer(bench: Bench, way: Way) -> Peer:
+    with way():
+        bench.check()
+        unequal = bench.unequal()
+        return Peer(way, allocated_peak(bench.check), unequal)
+
+
+def _used(ours: Limited, found: dict[str, Peer]) -> bool:
+    return any(peer.ours is ours for peer in found.values())
+
+
+def _beside(
+    bench: Bench, name: str, peer: Peer, times: dict[str, list[float]], key: str, error: Exception | None
+) -> Iterator[Row]:
+    model, live = bench.model, peer.live
+    row = _measure.time_row("budget_peers", model, f"{name}: time", times[name], times["plain"])
+    pairs = zip(peer.unequal, ("gradients", "buffers"), strict=True)
+    wrong = "".join(f"; {count} {what} are not plain's, bit for bit" for count, what in pairs if count)
+    yield _measure.with_note(row, row.note + wrong)
+    note = f"{mib(live)} over {mib(bench.live)}"
+    yield Row("budget_peers", model, f"{name}: live bytes", live / bench.live, note=note)
+    figure = f"budget with the live bytes of {name}: time over the peer's"
+    if error is not None:
+        yield _budget_bench.failed("budget_peers", model, figure, error)
+    elif peer.ours is not None:
+        row = _measure.time_row("budget_peers", model, figure, times[key], times[name], wanted=1.0)
+        note = f"{row.note}; live bytes {mib(peer.ours.live)} and {mib(live)}; graph bytes {peer.ours.peak / bench.graph:.1%}"
+        yield _measure.with_note(row, note)
+
+
+def _within(bench: Bench, live: int, budgets: list[Limited]) -> Limited:
+    """A budget under which a step's live bytes are at most so many.
 
     Live bytes fall in steps as the limit does, for they hold more than the graph: each try goes down by what is too much.
 
     Arguments:
         bench: whose steps.
         live: bytes.
-        known: the live bytes of limits that were tried before.
+        budgets: those that were tried before; new ones are added.
     """
     most = live * CLOSE
-    near = [limit for limit, found in known.items() if 0.95 * most <= found <= most]
-    limit, floor = max(near, default=bench.graph - (bench.live - live)), bench.graph // 10
+    near = [ours for ours in budgets if 0.95 * most <= ours.live <= most]
+    if near:
+        return max(near, key=lambda ours: ours.live)
+    limit, floor = bench.graph - (bench.live - live), bench.graph // 10
     least = bench.live
     for _ in range(TRIES):
         limit = max(limit, floor)
@@ -92,7 +124,7 @@ def _within(bench: Bench, live: int, known: dict[int, int]) -> Limited:
                 raise
             limit = floor = error.smallest
             continue
-        known[limit] = ours.live
+        budgets.append(ours)
         if ours.live <= most:
             return ours
         least = min(least, ours.live)

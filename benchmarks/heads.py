@@ -1,4 +1,4 @@
-"""Eight heads on one trunk: `cut` beside one joint backward, `retain_graph=True` in a loop, and TorchJD's `mtl_backward`.
+"""Eight heads on one trunk: `cut` and `backward(keep=)` beside one joint backward, `retain_graph=True` and TorchJD's.
 
 The peak that is wanted of `cut` is that of the trunk and the largest head, plus 1 %. The trunk's bytes are what lives after its
 forward: its graph and its output. A head's bytes are the peak of its forward and backward alone, from a leaf that has a
@@ -33,6 +33,12 @@ def cut(job: Job) -> None:
             job.loss(i, h).backward()
 
 
+def keep(job: Job) -> None:
+    h = job.trunk(job.inputs)
+    for i in range(HEADS):
+        gk.backward(job.loss(i, h), keep=h)
+
+
 def retain(job: Job) -> None:
     h = job.trunk(job.inputs)
     losses = []
@@ -63,6 +69,7 @@ def mtl_backward(job: Job) -> None:
 WAYS: dict[str, tuple[str, Callable[[Job], None]]] = {
     "joint": ("one joint backward", joint),
     "cut": ("cut", cut),
+    "keep": ("backward(keep=) for each head", keep),
     "retain": ("retain_graph=True in a loop, losses kept", retain),
     "retain_and_del": ("retain_graph=True in a loop, losses deleted", retain_and_del),
     "mtl_backward": ("TorchJD mtl_backward", mtl_backward),
@@ -93,7 +100,8 @@ def _rows(model: str, job: Job, here: dict[str, tuple[str, Callable[[Job], None]
     difference = max(_measure.largest_difference(each, gradients["joint"]) for each in gradients.values())
     yield Row("heads", model, "largest gradient difference of all ways", difference, unit="", wanted=1e-5)
 
-    times = _measure.alternate({key: lambda way=way: way(job) for key, (_, way) in here.items()}, ROUNDS, before=job.zero_grad)
+    runs = {key: lambda way=way: way(job) for key, (_, way) in here.items()}
+    times = _measure.alternate(runs, ROUNDS, before=job.zero_grad, warm=True)
     for key, (name, _) in here.items():
         if key != "joint":
             wanted = 1.05 if key == "cut" else None

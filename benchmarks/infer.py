@@ -2,7 +2,7 @@
 
 The floor is what the same work costs if nothing is kept: two forwards and one backward of the whole batch. The batches together
 have every sample once. `infer` has chunks of 64. *By hand* is what a user would write: forward without a graph, in such chunks,
-then forward the rows again.
+then forward the rows again. Inputs and targets are apart from the live bytes, too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 import graphkeep as gk
 from benchmarks import _measure, _peers
-from benchmarks._measure import Row
+from benchmarks._measure import Row, mib
 from benchmarks._nets import Batch, images, sequences
 
-ROUNDS = 3
+ROUNDS = 5
 CHUNK = 64
 Way = Callable[[Batch, list[Tensor]], None]
 
@@ -70,20 +70,20 @@ def grad_cache(batch: Batch, _: list[Tensor]) -> None:
 
 
 def rows() -> Iterator[Row]:
-    yield from _batch_by_batch("conv", images(1024, scale=3), (1, 4, 16, 64))
+    yield from _batch_by_batch("conv", images(1024, scale=2), (1, 4, 16, 64))
     yield from _batch_by_batch("transformer", sequences(256), (1, 4, 16))
     yield from _growth()
 
 
 NAMES = {
-    "nothing": "infer keep=nothing: time",
-    "auto": "infer keep=auto: time",
-    "everything": "infer keep=everything: time",
-    "hand": "rows forward again, by hand: time",
-    "grad_cache": "GradCache, whose chunks are fixed: time",
-    "one": "one summed backward, where all batches are known: time",
-    "retain": "retain_graph=True for each batch: time",
-    "one_by_one": "one sample at a time: time",
+    "nothing": "infer keep=nothing",
+    "auto": "infer keep=auto",
+    "everything": "infer keep=everything",
+    "hand": "rows forward again, by hand",
+    "grad_cache": "GradCache, whose chunks are fixed",
+    "one": "one summed backward, where all batches are known",
+    "retain": "retain_graph=True for each batch",
+    "one_by_one": "one sample at a time",
 }
 
 
@@ -107,17 +107,24 @@ def _batch_by_batch(model: str, batch: Batch, counts: tuple[int, ...]) -> Iterat
             _measure.largest_difference(_gradients(batch, way, batches), expected) for way in (ways | slow).values()
         )
         yield Row("infer", where, "largest gradient difference of all ways", difference, unit="", wanted=1e-5)
-        times = _measure.alternate(_runs(ways, batch, batches), ROUNDS, before=batch.zero_grad)
+        times = _measure.alternate(_runs(ways, batch, batches), ROUNDS, before=batch.zero_grad, warm=True)
         for key, name in NAMES.items():
             if key in times:
                 wanted = 1.10 if key in ("nothing", "auto") else None
-                yield _measure.time_row("infer", where, name, times[key], times["floor"], wanted)
+                yield _measure.time_row("infer", where, f"{name}: time", times[key], times["floor"], wanted)
         name = "infer keep=nothing over by hand: time"
         yield _measure.time_row("infer", where, name, times["nothing"], times["hand"])
-        times = _measure.alternate(_runs(slow, batch, batches), 2, before=batch.zero_grad)
+        # far from the others: few rounds tell
+        times = _measure.alternate(_runs(slow, batch, batches), 3, before=batch.zero_grad, least=3, warm=True)
         for key in slow:
             if key != "floor":
-                yield _measure.time_row("infer", where, NAMES[key], times[key], times["floor"])
+                yield _measure.time_row("infer", where, f"{NAMES[key]}: time", times[key], times["floor"])
+        runs, apart = _runs(ways | slow, batch, batches), [*batch.apart(), *batches]
+        peaks = {key: _measure.peak_bytes(run, apart) for key, run in runs.items()}
+        for key, name in NAMES.items():
+            if key in peaks:
+                note = f"{mib(peaks[key])} over {mib(peaks['floor'])}"
+                yield Row("infer", where, f"{name}: peak live bytes", peaks[key] / peaks["floor"], note=note)
 
 
 def _growth() -> Iterator[Row]:

@@ -65,7 +65,7 @@ def rows() -> Iterator[Row]:
     difference = max(_measure.largest_difference(each, gradients["plain"]) for each in gradients.values())
     yield Row("infer_contrastive", model, "largest gradient difference of all ways", difference, unit="", wanted=1e-5)
 
-    times = _measure.alternate({key: way for key, (_, way) in ways.items()}, ROUNDS, before=zero_grad)
+    times = _measure.alternate({key: way for key, (_, way) in ways.items()}, ROUNDS, before=zero_grad, warm=True)
     apart = [*parameters, *(parameter.grad for parameter in parameters), anchors, positives]
     peaks = {key: _measure.peak_bytes(way, apart) for key, (_, way) in ways.items()}
     for key, (name, _) in ways.items():

@@ -74,7 +74,7 @@ def _rows(model: str, job: Job, order: str, run: Callable[[Job, Backward], None]
     yield Row("keep", model, f"{order}: gradient difference", difference, unit="", wanted=0.0)
 
     times = _measure.alternate(
-        {"keep": lambda: run(job, with_keep), "retain": lambda: run(job, with_retain)}, ROUNDS, before=job.zero_grad
+        {"keep": lambda: run(job, with_keep), "retain": lambda: run(job, with_retain)}, ROUNDS, before=job.zero_grad, warm=True
     )
     yield _measure.time_row("keep", model, f"{order}: time", times["keep"], times["retain"], wanted=1.0)
 

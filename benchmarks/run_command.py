@@ -24,7 +24,7 @@ from graphkeep.report import html
 from graphkeep.report._read import read
 
 ROUNDS = 5
-JOBS = {"conv": 60, "transformer": 100, "flat": 500}
+JOBS = {"conv": 33, "flat": 300}  # the look after 32 steps is in both
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
@@ -40,8 +40,8 @@ def _times(model: str, steps: int, rounds: int) -> Iterator[Row]:
     ways = {"plain": [], "run": ["-m", "graphkeep", "run", "-q", "-o", os.devnull]}
     loop: dict[str, list[float]] = {way: [] for way in ways}
     whole: dict[str, list[float]] = {way: [] for way in ways}
-    for round_ in range(rounds):
-        for way, before in list(ways.items())[:: -1 if round_ % 2 else 1]:
+    for number in _measure.rounds(rounds):
+        for way, before in list(ways.items())[:: -1 if number % 2 else 1]:
             inside, outside = _run([*before, "-m", "benchmarks.watch_jobs", model, str(steps), "plain"])
             loop[way].append(inside)
             whole[way].append(outside)

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import graphkeep as gk
 from benchmarks import _measure
-from benchmarks._measure import ROOT, Row, in_child, silent, with_note
+from benchmarks._measure import LEAST, ROOT, Row, in_child, silent, with_note
 from benchmarks.watch_jobs import NAMES, Job, build
 from graphkeep import _engine, _ledger
 
@@ -84,7 +84,6 @@ def rows(quick: bool = False) -> Iterator[Row]:
         yield from _parts(build("flat"), rounds)
     yield _originals()
     if not quick:
-        yield from _processes("conv", 10, pairs)
         yield from _processes("flat", 150, pairs)
 
 
@@ -174,13 +173,11 @@ def _originals() -> Row:
     return Row("watch", "after a watch", "functions of torch's that are still replaced", left, "", wanted=0, note=note)
 
 
-def alternate(
-    ways: dict[str, Way], run: Callable[[], object], rounds: int, *, collector: bool = False
-) -> dict[str, list[float]]:
+def alternate(ways: dict[str, Way], run: Callable[[], object], most: int, *, collector: bool = False) -> dict[str, list[float]]:
     """As `_measure.alternate`, with each variant's context entered and left outside its time."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for round_ in range(rounds + 1):
-        for name, way in list(ways.items())[:: -1 if round_ % 2 else 1]:
+    for number in _measure.rounds(most + 1, LEAST + 1):
+        for name, way in list(ways.items())[:: -1 if number % 2 else 1]:
             gc.collect()
             with way():
                 if not collector:
@@ -189,7 +186,7 @@ def alternate(
                 run()
                 seconds = time.process_time() - start
                 gc.enable()
-            if round_:
+            if number:  # the first warms up
                 times[name].append(seconds)
     return times
 

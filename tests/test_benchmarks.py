@@ -2,15 +2,20 @@
 
 import gc
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from benchmarks import budget, budget_peers, watch, watch_jobs, watch_look, watch_memory
+from benchmarks import _measure, budget, budget_peers, watch, watch_jobs, watch_look, watch_memory
 from benchmarks._budget_nets import MODELS, build
-from benchmarks._budget_picture import draw, points
 from benchmarks._measure import LiveBytes, Row, allocated_peak, graph_peak
+from benchmarks._pages import PAGES, index, page
+from benchmarks._pictures import PICTURES, points
+from benchmarks.run import FOLDER, ROOT, known, texts
 
 MIB = 1 << 20
 
@@ -135,15 +140,13 @@ def test_the_benchmark_of_budget_runs_and_what_does_not_depend_on_time_is_met() 
     assert {verdict for verdict, _ in counts.values()} == {"met"}, counts
 
 
-def test_peers_of_budget_run_beside_it(tmp_path: Path) -> None:
+def test_peers_of_budget_run_beside_it() -> None:
     rows = [*budget_peers.of("UNet", quick=True)]
     assert not [row for row in rows if row.figure.endswith("failed") and not row.figure.startswith("budget")]
     rows += [Row("budget", "UNet", f"at 50 %: {figure}", 1.0) for figure in ("time", "live bytes")]
     assert points(rows, "budget") == {"UNet": {"at 50 %": (1.0, 1.0)}}
     assert points(rows, "budget_peers")["UNet"].keys() == {"checkpoint", "checkpoint, two blocks", "selective checkpoint"}
-    pytest.importorskip("matplotlib")
-    draw(rows, tmp_path / "budget.svg")
-    assert ">gk.budget<" in (tmp_path / "budget.svg").read_text()
+    assert ">gk.budget<" in PICTURES["budget"].draw(rows)
 
 
 def test_the_benchmark_of_watch_runs_and_what_does_not_depend_on_time_is_met() -> None:
@@ -163,3 +166,42 @@ def test_a_process_that_is_timed_prints_its_seconds_last(way: str, capfd: pytest
     finally:
         torch.set_num_threads(threads)
     assert json.loads(capfd.readouterr().out.splitlines()[-1]) > 0
+
+
+@pytest.mark.parametrize("path", texts(), ids=lambda path: path.name)
+def test_what_is_written_from_the_figures_is_what_they_say(path: Path) -> None:
+    written = path.read_text() if path.exists() else "nothing"
+    assert written == texts()[path], f"python -m benchmarks.run --index writes {path.name} again"
+
+
+def test_every_page_has_figures_a_place_in_the_navigation_and_the_picture_that_it_names() -> None:
+    assert known().keys() == PAGES.keys()
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for name in ("index", *PAGES):
+        assert f"benchmarks/{name}.md" in navigation
+        for image in re.findall(r"!\[[^]]+\]\(([^)]+)\)", (FOLDER / f"{name}.md").read_text()):
+            assert ElementTree.parse(FOLDER / image).getroot().tag.endswith("svg")
+
+
+def test_the_index_lists_what_fell_short_and_nothing_else() -> None:
+    rows = [
+        Row("run_command", "a", "well: time", 0.9, wanted=1.0, low=0.8, high=1.1),
+        Row("run_command", "b", "nearly: time", 1.1, wanted=1.0, low=0.9, high=1.2),
+        Row("run_command", "c", "short: time", 1.2, wanted=1.0, low=1.1, high=1.3),
+        Row("run_command", "d", "for comparison: time", 7.0),
+    ]
+    machine = {"cores": 2}
+    text = index({"run": (machine, rows)})
+    assert "| the program by itself | 1 | 1 | 1 | 1 |" in text
+    assert "| c | short: time | ≤ 1.000x | 1.200x [1.100, 1.300] |" in text
+    assert not [word for word in ("well", "nearly", "for comparison: time") if word in text]
+    assert "Nothing." in index({"run": (machine, rows[:2])})
+    assert "| **MISSED** |" in page("run", machine, rows)
+
+
+def test_rounds_end_when_the_time_is_up_but_not_before_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(_measure, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert list(_measure.rounds(3, least=5, seconds=0)) == [0, 1, 2]
+    assert list(_measure.rounds(9, least=5, seconds=0)) == [0, 1, 2, 3, 4]
+    assert list(_measure.rounds(9, least=2, seconds=3.5)) == [0, 1, 2, 3, 4]
