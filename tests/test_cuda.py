@@ -15,7 +15,7 @@ def test_the_script_runs_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert cuda.main(["--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert "FAIL" not in printed
-    assert printed.count("ok  ") > 20
+    assert printed.count("ok  ") >= 20
     assert "| GPT | plain | 1.000 | 1.000 |" in printed
 
 

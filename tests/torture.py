@@ -3799,7 +3799,7 @@ def metadata_is_empty():
 def very_deep_graph_is_dropped():
     x = leaf(1)
     t = x
-    for k in range(200_000):
+    for k in range(120_000):
         t = t + 1 if k % 4 else t.sin()
     del t
     return x
