@@ -20,12 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
+from test_docs import ROOT, blocks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss, normalize, softplus
 from torch.nn.parallel import DistributedDataParallel
 
 import graphkeep as gk
@@ -274,39 +275,40 @@ def cut_and_a_shared_head() -> None:
     assert_same(gradients(net), wanted)
 
 
-def chunked_cross_entropy() -> None:
-    """The recipe in docs/distributed.md: one head weight and a backward for each chunk of the tokens."""
-    ranks, tokens, vocabulary = dist.get_world_size(), 24, 50
-    generator = torch.Generator().manual_seed(3)
-    target = torch.randint(vocabulary, (ranks, tokens), generator=generator)
-    data = torch.randn(ranks, tokens, 6, generator=generator)
+def critics_and_a_generator() -> None:
+    """The recipe of a GAN: each model in a wrapper of its own, the critics step while the generator's cut is open."""
 
-    class Language(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.trunk, self.head = Net().trunk, nn.Linear(8, vocabulary)
+    def build() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, n)) for n in (6, 1, 1)]
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.trunk(x))
+    def step(models: list[Any], data: list[tuple[Tensor, Tensor]], cutting: bool) -> None:
+        generator, *critics = models
+        optimizers = [torch.optim.SGD(critic.parameters(), lr=0.1) for critic in critics]
+        generator.zero_grad()
+        made = [generator(noise) for noise, _ in data]
+        with gk.cut(made) if cutting else contextlib.nullcontext(made) as fakes:
+            for critic, optimizer in zip(critics, optimizers, strict=True):
+                optimizer.zero_grad()
+                for fake, (_, real) in zip(fakes, data, strict=True):
+                    (softplus(-critic(real)).mean() / len(data)).backward()
+                    (softplus(critic(fake.detach())).mean() / len(data)).backward()
+                optimizer.step()
+            parts = [softplus(-critic(fake)).mean() / len(data) for fake in fakes for critic in critics]
+            if not cutting:
+                torch.stack(parts).sum().backward()
+            for part in parts if cutting else ():
+                part.backward()
 
-    net = Language()
-    wanted = alone(net, lambda twin, rank: cross_entropy(twin(data[rank]), target[rank]))
-    trunk, head = DistributedDataParallel(net.trunk), net.head
-
-    def step() -> None:
-        net.zero_grad()
-        with gk.cut(trunk(data[dist.get_rank()])) as h:
-            for part, labels in zip(h.split(10), target[dist.get_rank()].split(10), strict=True):
-                (cross_entropy(head(part), labels, reduction="sum") / tokens).backward()
-        for parameter in head.parameters():
-            dist.all_reduce(parameter.grad)
-            assert parameter.grad is not None
-            parameter.grad /= ranks
-
-    for _ in range(2):
-        step()
-        assert_same(gradients(net), wanted)
+    ours, theirs = build(), build()
+    wrapped = [DistributedDataParallel(model) for model in ours]
+    for number in range(3):
+        step(wrapped, [(mine(number), mine(number + 10))], True)
+        step(theirs, [(batch(rank, number), batch(rank, number + 10)) for rank in range(dist.get_world_size())], False)
+        assert_same(gradients(ours[0]), gradients(theirs[0]))
+        for one, other in zip(ours[1:], theirs[1:], strict=True):
+            for a, b in zip(one.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 # infer ------------------------------------------------------------------------------------------------------------------------
@@ -359,6 +361,29 @@ def two_inferences() -> None:
                 found = counted(inferred)
                 assert often is None or found == often
                 assert_same(gradients(net), wanted)
+
+
+def contrastive_over_all_ranks() -> None:
+    """The rows of all ranks meet in one loss: they are gathered after the forward, so each replays its own."""
+
+    def scores_of(a: Tensor, b: Tensor, rank: int) -> Tensor:
+        return cross_entropy(normalize(a) @ normalize(b).T, torch.arange(6) + 6 * rank)
+
+    net, rank, ranks = Towers(), dist.get_rank(), dist.get_world_size()
+    twin = copy.deepcopy(net)
+    images = torch.cat([twin(batch(r, 1), "image") for r in range(ranks)])
+    sum(scores_of(twin(batch(r), "text"), images, r) / ranks for r in range(ranks)).backward()  # type: ignore[union-attr]
+    one = DistributedDataParallel(net)
+    two = DistributedDataParallel(copy.deepcopy(net.text)), DistributedDataParallel(copy.deepcopy(net.image))
+    for _ in range(2):
+        for a, b, model in (
+            (gk.infer(one, mine(), "text", chunk_size=2), gk.infer(one, mine(1), "image", chunk_size=4), net),
+            (gk.infer(two[0], mine(), chunk_size=2), gk.infer(two[1], mine(1), chunk_size=4), nn.ModuleList(two)),
+        ):
+            model.zero_grad()
+            everybodys = torch.cat(dist.nn.functional.all_gather(b[:]))
+            scores_of(a[:], everybodys, rank).backward()
+            assert_same(gradients(model), gradients(twin))
 
 
 def infer_around_a_wrapper() -> None:
@@ -613,6 +638,53 @@ def tensor_parallel() -> None:
         assert_same(gradients(ours), wanted)
 
 
+# docs -------------------------------------------------------------------------------------------------------------------------
+
+
+def training_loops_of_the_docs() -> None:
+    """Those of docs/distributed.md, each compared with one process that has the batches of all ranks."""
+    page = ROOT / "docs" / "distributed.md"
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", lambda _backend: None)
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        for block in blocks(page.read_text()):
+            if block.ranks:
+                exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+
+    def heads(net: Any, x: Tensor, labels: Tensor, sizes: Tensor) -> Tensor:
+        h = net.trunk(x)
+        return cross_entropy(net.label(h), labels) + mse_loss(net.size(h), sizes)
+
+    picked = []
+
+    def rows(net: Any, x: Tensor, labels: Tensor, _sizes: Tensor) -> Tensor:
+        y = net(x)
+        mask = y.softmax(1).amax(1) < 0.2
+        picked.append(int(mask.sum()))
+        return cross_entropy(y[mask], labels[mask], reduction="sum") / len(x)
+
+    def every(net: Any, x: Tensor, labels: Tensor, _sizes: Tensor) -> Tensor:
+        return cross_entropy(net(x), labels)
+
+    for ours, build, loss in (
+        (namespace["two_heads"], namespace["TwoHeads"], heads),
+        (namespace["some_rows"], lambda: nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 10)), rows),
+        (namespace["by_chunks"], lambda: nn.Sequential(nn.Sequential(nn.Linear(20, 64), nn.Tanh()), nn.Linear(64, 10)), every),
+    ):
+        torch.manual_seed(0)
+        net = build()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(5):
+            optimizer.zero_grad()
+            for rank in range(dist.get_world_size()):
+                (loss(net, *namespace["batch"](step, rank)) / dist.get_world_size()).backward()
+            optimizer.step()
+        for one, other in zip(ours.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert 0 < sum(picked) < 32 * len(picked)
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     program.__name__: program
     for program in (
@@ -621,7 +693,6 @@ PROGRAMS: dict[str, Callable[[], None]] = {
         keep_and_a_head_used_twice,
         two_cuts,
         cut_and_a_shared_head,
-        chunked_cross_entropy,
         two_inferences,
         infer_around_a_wrapper,
         infer_of_a_compiled_wrapper,
@@ -629,6 +700,9 @@ PROGRAMS: dict[str, Callable[[], None]] = {
         infer_decides_when_rows_are_made,
         cut_in_layouts_of_fsdp,
         tensor_parallel,
+        contrastive_over_all_ranks,
+        critics_and_a_generator,
+        training_loops_of_the_docs,
     )
 }
 
