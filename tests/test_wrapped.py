@@ -17,7 +17,7 @@ LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--npro
 def programs() -> subprocess.CompletedProcess[str]:
     """All programs in one launch, since each takes as long to start as several to run."""
     program = Path(__file__).with_name("wrapped_programs.py")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     return subprocess.run(
         [*LAUNCH, str(program), *PROGRAMS], capture_output=True, text=True, check=False, env=environment, timeout=240
     )
