@@ -28,6 +28,7 @@ LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 MODULES = ["graphkeep", *(module.name for module in pkgutil.walk_packages(graphkeep.__path__, "graphkeep."))]
 SAVED = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 FAILS = "<!-- fails -->"
+RANKS = "<!-- ranks -->"
 
 pytestmark = pytest.mark.usefixtures("heap_of_its_own")
 
@@ -38,6 +39,7 @@ class Block:
     language: str
     code: str
     fails: bool
+    ranks: bool
 
 
 def blocks(text: str) -> Iterator[Block]:
@@ -52,7 +54,7 @@ def blocks(text: str) -> Iterator[Block]:
                 body.append(inner)
             else:
                 raise ValueError(f"the block at line {number} has no end")
-            yield Block(number + 1, line.removeprefix("```").strip(), "\n".join(body), before == FAILS)
+            yield Block(number + 1, line.removeprefix("```").strip(), "\n".join(body), before == FAILS, before == RANKS)
         if line.strip():
             before = line.strip()
 
@@ -88,7 +90,7 @@ def test_every_code_block_runs(page: Path, tmp_path: Path):
         begins = saved(found, file)
     namespace: dict[str, object] = {"__name__": "__main__", "__file__": str(file)}
     for block, after in zip(found, [*found[1:], None], strict=False):
-        if block.language != "python":
+        if block.language != "python" or block.ranks:
             continue
         expected = after.code if after is not None and after.language == "text" else None
         # empty lines before it, so that a traceback shows the page's own line

@@ -1036,6 +1036,29 @@ def test_no_growth_over_many_steps(no_collector: None) -> None:
 # --- bad input -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("chunk_size", [None, 1, 5])
+def test_outputs_of_one_number_a_sample(keep: str, chunk_size: int | None) -> None:
+    net, x = mlp(), batch()
+
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = net(x)
+        return y.square().sum(1), y
+
+    for function in model, lambda x: model(x)[0]:
+        for rows in [0, 7, 7, 4], [], slice(None), 3:
+            found, wanted = [], []
+            for output, into in (gk.infer(function, x, chunk_size=chunk_size, keep=keep), found), (function(x), wanted):
+                net.zero_grad()
+                x.grad = None
+                picked = (
+                    output[rows] if function is not model or isinstance(output, gk.Inference) else [o[rows] for o in output]
+                )
+                sum(part.sin().sum() for part in (picked if function is model else [picked])).backward()
+                into += gradients(net, x)
+            assert_equal(found, wanted)
+
+
 def test_all_rows_rejected_gives_an_empty_differentiable_result_and_zero_gradients() -> None:
     model, x = mlp(), batch()
     out = gk.infer(model, x, chunk_size=5)
