@@ -265,11 +265,12 @@ def _refuse_second_gradient(outputs: Any) -> None:
         leaves = {id(leaf): leaf for leaf in _graph.leaves(nodes)}
         below = {id(leaf) for leaf in trunk.leaves}
         twice = [leaf for key, leaf in leaves.items() if key in trunk.reached or key in below]
-        ddp = _distributed.synchronised(twice)
-        if ddp is not None:
+        found = _distributed.synchronised(twice)
+        if found is not None:
+            ddp, leaf = found
             raise ArgumentError(
                 "a leaf would get its gradient in two backwards, and DistributedDataParallel synchronises it after the first",
-                where=f"{_modules.describe(twice[0], [ddp.module])}, shared by two heads, by a head and the trunk, or by what "
+                where=f"{_modules.describe(leaf, [ddp.module])}, shared by two heads, by a head and the trunk, or by what "
                 f"torch.compile has made one region of, around gk.cut() at {trunk.where}",
                 instead="one backward for the heads that share it; a compiled region for each head; or all of it under "
                 "`with model.no_sync():`",

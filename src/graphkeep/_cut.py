@@ -248,12 +248,13 @@ def _refuse_two_cuts(trunk: Trunk) -> None:
     """Trunks that another backward reaches as well, or whose weights are not there when the block is left."""
     known = {id(leaf) for other in open_trunks.trunks.values() for leaf in other.leaves}
     twice = [leaf for leaf in trunk.leaves if id(leaf) in known]
-    ddp = _distributed.synchronised(twice) if twice else None
-    if ddp is not None:
+    found = _distributed.synchronised(twice) if twice else None
+    if found is not None:
+        ddp, leaf = found
         raise ArgumentError(
             "two cuts on one DistributedDataParallel model: each trunk has a backward of its own, and the gradients are "
             "synchronised after the first",
-            where=_modules.describe(twice[0], [ddp.module]),
+            where=_modules.describe(leaf, [ddp.module]),
             instead="one cut of both, `with gk.cut((x, y)) as (x, y):`; or all of it under `with model.no_sync():`",
         )
     gathered = _distributed.gathered_for_now(trunk.leaves)

@@ -263,14 +263,15 @@ def waiting() -> list[Any]:
     return [ddp for ddp in _wrappers.alive() if ddp.require_forward_param_sync or ddp.require_backward_grad_sync]
 
 
-def synchronised(leaves: Iterable[torch.Tensor]) -> Any:
-    """The module that waits for one gradient of one of these leaves; None if none does."""
+def synchronised(leaves: Iterable[torch.Tensor]) -> tuple[Any, torch.Tensor] | None:
+    """A module that waits for one gradient of one of these leaves, and the leaf; None if none does."""
     modules = waiting()
     if modules:
         known = {id(leaf) for leaf in leaves}
         for ddp in modules:
-            if any(id(parameter) in known for parameter in ddp.module.parameters()):
-                return ddp
+            for parameter in ddp.module.parameters():
+                if id(parameter) in known:
+                    return ddp, parameter
     return None
 
 

@@ -201,12 +201,13 @@ def _require_reached(kept: list[GradientEdge], roots: list[Root], head: set[Node
 
 def _refuse_synchronised(nodes: set[Node]) -> None:
     """Others come after this backward, and a DDP model that waits for one would synchronise half of what they bring."""
-    ddp = _distributed.synchronised(_graph.leaves(nodes))
-    if ddp is not None:
+    found = _distributed.synchronised(_graph.leaves(nodes))
+    if found is not None:
+        ddp, leaf = found
         raise ArgumentError(
             "gk.backward(keep=) on a DistributedDataParallel model, which synchronises each gradient as soon as one backward "
             "has reached it, and a later backward may reach it again",
-            where=_modules.describe(next(iter(ddp.module.parameters())), [ddp.module]),
+            where=_modules.describe(leaf, [ddp.module]),
             instead="`with gk.cut(x) as x:` in the forward, which reaches each leaf once; or the forward and this call under "
             "`with model.no_sync():`",
         )
