@@ -343,7 +343,7 @@ def _classifier(net: Net, inputs: Tensor, target: Tensor) -> Job:
 
 
 def _gpt(quick: bool) -> Job:
-    layers, width, length, words, batch = (2, 32, 16, 64, 2) if quick else (6, 256, 128, 1024, 4)
+    layers, width, length, words, batch = (2, 32, 16, 64, 2) if quick else (4, 256, 128, 1024, 4)
     net = GPT(layers, width, 4, length, words)
     return _classifier(net, torch.randint(words, (batch, length)), torch.randint(words, (batch * length,)))
 
@@ -353,25 +353,25 @@ def _images(net: Net, batch: int, size: int) -> Job:
 
 
 def _resnet(quick: bool) -> Job:
-    return _images(ResNet((1, 1)), 2, 32) if quick else _images(ResNet(), 6, 64)
+    return _images(ResNet((1, 1)), 2, 32) if quick else _images(ResNet(), 4, 64)
 
 
 def _densenet(quick: bool) -> Job:
-    return _images(DenseNet((2, 2), 8), 2, 32) if quick else _images(DenseNet(), 8, 64)
+    return _images(DenseNet((2, 2), 8), 2, 32) if quick else _images(DenseNet(), 6, 64)
 
 
 def _unet(quick: bool) -> Job:
-    width, depth, batch, size = (4, 2, 1, 32) if quick else (32, 4, 2, 96)
+    width, depth, batch, size = (4, 2, 1, 32) if quick else (32, 4, 2, 80)
     return _classifier(UNet(width, depth), torch.randn(batch, 3, size, size), torch.randint(4, (batch * size * size,)))
 
 
 def _lstm(quick: bool) -> Job:
-    steps, batch, width = (20, 2, 8) if quick else (140, 48, 256)
+    steps, batch, width = (20, 2, 8) if quick else (60, 48, 256)
     return _classifier(LSTM(width, width), torch.randn(batch, steps, width), torch.randint(10, (batch,)))
 
 
 def _treelstm(quick: bool) -> Job:
-    leaves, batch, width = (6, 2, 8) if quick else (48, 64, 256)
+    leaves, batch, width = (6, 2, 8) if quick else (24, 64, 256)
     net, words, target = TreeLSTM(width, width), torch.randn(leaves, batch, width), torch.randint(10, (batch,))
 
     def loss(job: Job, number: int) -> Tensor:
@@ -383,7 +383,7 @@ def _treelstm(quick: bool) -> Job:
 
 
 def _gan(quick: bool) -> Job:
-    batch, width, depth = (2, 4, 2) if quick else (24, 32, 4)
+    batch, width, depth = (2, 4, 2) if quick else (16, 32, 4)
     size = 4 << depth
     generator, discriminator = Generator(32, width, depth), Discriminator(width, depth)
     real, noise = torch.randn(batch, 3, size, size), torch.randn(batch, 32, 1, 1)

@@ -172,7 +172,7 @@ def silent() -> Iterator[None]:
 
 
 LEAST = 5  # rounds: a bracket of fewer says little
-ALLOWANCE = 5.0  # seconds of one comparison
+ALLOWANCE = 4.0  # seconds of one comparison
 
 
 def rounds(most: int, least: int = LEAST, seconds: float = ALLOWANCE) -> Iterator[int]:

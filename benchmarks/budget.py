@@ -4,8 +4,8 @@ Limits are shares of the most bytes that the plain step's graph saves, parameter
 saved-tensor hooks. *Graph bytes* are `b.peak`, from the first step on; *live bytes* are how far the bytes that torch's
 allocator has given out rise in one step, gradients on their way and workspaces included. *FLOPs again*: those of the ops that
 ran again, over those of the plain step. A limit has had four steps before it is timed, for the first is not planned yet; then
-all limits and plain torch alternate, three steps a turn. Gradients and buffers of the first step and of the third are compared
-with the plain step's.
+all limits and plain torch alternate, five steps in two turns. Gradients and buffers of the first step and of the third are
+compared with the plain step's.
 
 Each model has a process of its own. All of them run with an allocator that keeps what is freed (`MALLOC_MMAP_MAX_=0`,
 `MALLOC_TRIM_THRESHOLD_` at its largest), plain steps too: else what is measured is how often glibc gives a page back to the

@@ -70,8 +70,8 @@ def grad_cache(batch: Batch, _: list[Tensor]) -> None:
 
 
 def rows() -> Iterator[Row]:
-    yield from _batch_by_batch("conv", images(1024, scale=2), (1, 4, 16, 64))
-    yield from _batch_by_batch("transformer", sequences(256), (1, 4, 16))
+    yield from _batch_by_batch("conv", images(512, scale=3), (1, 4, 8, 32))
+    yield from _batch_by_batch("transformer", sequences(128), (1, 4, 8))
     yield from _growth()
 
 
@@ -95,7 +95,7 @@ def _batch_by_batch(model: str, batch: Batch, counts: tuple[int, ...]) -> Iterat
         where = f"{model}, {k} x {len(batches[0])} rows"
         ways: dict[str, Way] = {"floor": two_forwards, "hand": by_hand, "nothing": infer("nothing")}
         slow: dict[str, Way] = {}
-        if k in (1, 16):
+        if k in (1, 8):
             ways |= {"auto": infer("auto"), "everything": infer("everything")}
         if k == 1:
             ways["one"] = one_backward

@@ -1,6 +1,6 @@
 """A contrastive step: the loss is over all pairs of the batch, and the graph of one chunk is all that there is room for.
 
-InfoNCE over 256 pairs with one encoder. All ways but the plain batch run forward twice, in chunks of the same size.
+InfoNCE over 128 pairs with one encoder. All ways but the plain batch run forward twice, in chunks of the same size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks._measure import Row, mib
 from benchmarks._nets import Encoder
 
 ROUNDS = 5
-PAIRS, CHUNK, SCALE = 256, 32, 20.0
+PAIRS, CHUNK, SCALE = 128, 32, 20.0
 
 
 def info_nce(a: Tensor, b: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def infer(keep: str, chunk_size: int | None = CHUNK) -> Way:
 
 def rows() -> Iterator[Row]:
     for share in (10, 25, 50, 75, 100):
-        yield from _share("conv", images(512, scale=3), share)
+        yield from _share("conv", images(256, scale=3), share)
     for share in (25, 100):
         yield from _share("transformer", sequences(256), share)
 

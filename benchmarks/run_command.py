@@ -24,7 +24,7 @@ from graphkeep.report import html
 from graphkeep.report._read import read
 
 ROUNDS = 5
-JOBS = {"conv": 33, "flat": 300}  # the look after 32 steps is in both
+JOBS = {"transformer": 33, "flat": 200}  # the look after 32 steps is in both
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
