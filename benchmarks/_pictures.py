@@ -51,7 +51,7 @@ def _infer(rows: Sequence[Row]) -> str:
             for name, (a, b) in over.items()
             if name != "infer over plain batch"
         }
-        given.append(Panel(f"contrastive: {model}", {"infer keep=nothing": (x, y), **others}))
+        given.append(Panel(f"contrastive, {model.rpartition(', ')[2]}", {"infer keep=nothing": (x, y), **others}))
     ours = ("infer keep=nothing", "infer keep=auto", "infer keep=everything")
     plain = "two forwards and one backward of the whole batch; contrastive: the plain batch"
     return panels(given, ours, plain, BYTES, "time of a step")
