@@ -3,11 +3,11 @@
 *Live bytes* and *time* of a peer are over the plain step's. `gk.budget` gets a limit at which its step has no more live bytes
 than the peer's, found by trying: both are measured in the same way, by what torch's allocator gives out. Its time is then over
 the peer's; plain torch, all peers and their budgets alternate, five steps in two turns. *checkpoint* is
-`torch.utils.checkpoint` without reentrance around every block, or every two blocks in a row; *selective* saves matrix products and convolutions; *compiler* is
-`torch.compile` with `activation_memory_budget`, whose partition runs on torch's own kernels (`aot_eager`), as all other
-variants do; *torch-remat* is version 0.2.2, without more, or with every linear layer and convolution a region that is saved. A
-block is a transformer layer, a bottleneck, a dense layer, a convolution with its norm (UNet, GAN), ten steps of the LSTM, a
-node of a tree.
+`torch.utils.checkpoint` without reentrance around every block, or every two blocks in a row; *selective* saves matrix products
+and convolutions; *compiler* is `torch.compile` with `activation_memory_budget`, whose partition runs on torch's own kernels
+(`aot_eager`), as all other variants do; *torch-remat* is version 0.2.2, without more, or with every linear layer and
+convolution a region that is saved. A block is a transformer layer, a bottleneck, a dense layer, a convolution with its norm
+(UNet, GAN), ten steps of the LSTM, a node of a tree.
 """
 
 from __future__ import annotations
