@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import graphkeep as gk
 from benchmarks import _measure
 from benchmarks._budget_nets import MODELS, build
-from benchmarks._measure import Row, allocated_peak, graph_peak, in_child
+from benchmarks._measure import Row, allocated_peak, frozen, graph_peak, in_child
 
 CHECKED = 1  # the number of the step whose gradients are compared
 Way = Callable[[], AbstractContextManager[object]]
@@ -76,13 +76,14 @@ class Bench:
         all_ways: dict[str, Way] = {"plain": nullcontext, **ways}
         times: dict[str, list[float]] = {name: [] for name in all_ways}
         errors: dict[str, Exception] = {}
-        for turn in range(self._turns):
-            for name, way in list(all_ways.items())[:: -1 if turn % 2 else 1]:
-                if name not in errors:
-                    try:
-                        times[name] += self._turn(way, 100 * turn, 3 - turn)
-                    except Exception as error:  # without its traceback, which holds a graph
-                        errors[name] = error.with_traceback(None)
+        with frozen():
+            for turn in range(self._turns):
+                for name, way in list(all_ways.items())[:: -1 if turn % 2 else 1]:
+                    if name not in errors:
+                        try:
+                            times[name] += self._turn(way, 100 * turn, 3 - turn)
+                        except Exception as error:  # without its traceback, which holds a graph
+                            errors[name] = error.with_traceback(None)
         return times, errors
 
     def _turn(self, way: Way, number: int, steps: int) -> list[float]:

@@ -208,16 +208,28 @@ def alternate(
         before()
         fn()
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for number in rounds(most, least):
-        for name, fn in list(variants.items())[:: -1 if number % 2 else 1]:
-            before()
-            gc.collect()
-            gc.disable()
-            start = time.process_time()
-            fn()
-            times[name].append(time.process_time() - start)
-            gc.enable()
+    with frozen():
+        for number in rounds(most, least):
+            for name, fn in list(variants.items())[:: -1 if number % 2 else 1]:
+                before()
+                gc.collect()
+                gc.disable()
+                start = time.process_time()
+                fn()
+                times[name].append(time.process_time() - start)
+                gc.enable()
     return times
+
+
+@contextlib.contextmanager
+def frozen() -> Iterator[None]:
+    """What is there before is no garbage: a collection, which comes before each timed call, need not look at all of torch."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def ratio(times: list[float], baseline: list[float]) -> tuple[float, float, float]:

@@ -24,7 +24,7 @@ from graphkeep._budget._trace import Trace
 
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
 STEPS = 7
-PATIENCE = 4.0  # seconds that the solver may take
+PATIENCE = 10.0  # seconds that the solver may take
 WANTED = 1.1
 
 Step = Callable[[], object]

@@ -7,7 +7,8 @@ the peer's; plain torch, all peers and their budgets alternate, five steps in tw
 and convolutions; *compiler* is `torch.compile` with `activation_memory_budget`, whose partition runs on torch's own kernels
 (`aot_eager`), as all other variants do; *torch-remat* is version 0.2.2, without more, or with every linear layer and
 convolution a region that is saved. A block is a transformer layer, a bottleneck, a dense layer, a convolution with its norm
-(UNet, GAN), ten steps of the LSTM, a node of a tree."""
+(UNet, GAN), ten steps of the LSTM, a node of a tree.
+"""
 
 from __future__ import annotations
 
