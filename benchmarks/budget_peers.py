@@ -23,7 +23,7 @@ from benchmarks._budget_nets import MODELS
 from benchmarks._budget_peers import peers
 from benchmarks._measure import Row, allocated_peak, mib
 
-TRIES = 3
+TRIES = 5
 CLOSE = 1.005  # live bytes that are no more than the peer's
 
 

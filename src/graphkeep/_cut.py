@@ -89,7 +89,9 @@ class cut(Generic[T]):
                 f"gk.cut() got no tensor, but {type(tree).__name__}",
                 instead="gk.cut(x) with a tensor, or a tuple, list, dict or dataclass of tensors",
             )
-        _refuse_wrapper()
+        several = _distributed.several()
+        if several:
+            _refuse_wrapper()
         self._entered = False
         self._number = -1
         self._trunk = trunk = Trunk(caller(), weakref.ref(self))
@@ -109,7 +111,8 @@ class cut(Generic[T]):
 
         self.stand_ins = _tree.map_tensors(stand_in, tree)
         trunk.read([gate.edge for gate in self._gates])
-        _refuse_two_cuts(trunk)
+        if several:
+            _refuse_two_cuts(trunk)
         self._leaves = [_Leaf(leaf) for leaf in trunk.leaves]
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             # a weight's cast that autocast cached in the trunk would lead a head that uses the weight around the cut

@@ -23,6 +23,11 @@ from torch import nn
 from graphkeep._errors import ArgumentError
 
 
+def several() -> bool:
+    """Whether this process is one of several, or could be."""
+    return dist.is_available() and dist.is_initialized()
+
+
 class Plain:
     """A model of one process.
 
@@ -147,13 +152,7 @@ def refuse_wrappers(modules: Iterable[nn.Module], but: object = None) -> None:
                 instead="DistributedDataParallel around all of it (and around what torch.compile returns), and that given to "
                 "gk.infer: gk.infer(ddp, x); or ddp.module, which synchronises nothing",
             )
-        if (
-            "SyncBatchNorm" in kinds
-            and module.training
-            and dist.is_available()
-            and dist.is_initialized()
-            and dist.get_world_size() > 1
-        ):
+        if "SyncBatchNorm" in kinds and module.training and several() and dist.get_world_size() > 1:
             raise ArgumentError(_TOGETHER, where="SyncBatchNorm", instead=_SAME)
 
 
@@ -168,7 +167,7 @@ def _kinds(module: object) -> set[str]:
 
 def collectives() -> int:
     """How many collectives this process has called."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not several() or dist.get_world_size() == 1:
         return 0
     count = 0
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
@@ -208,7 +207,7 @@ class _Wrappers:
         self._found: list[weakref.ref[Any]] = []
 
     def alive(self) -> list[Any]:
-        if not dist.is_available() or not dist.is_initialized():
+        if not several():
             return []
         from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415  not every torch has it
 
@@ -277,7 +276,7 @@ def synchronised(leaves: Iterable[torch.Tensor]) -> tuple[Any, torch.Tensor] | N
 
 def running() -> Any:
     """The `DistributedDataParallel` module whose forward runs now; None if none does."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not several():
         return None
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
 
@@ -286,7 +285,7 @@ def running() -> Any:
 
 def _fsdp_states() -> Iterable[Any]:
     """Those of the modules that FSDP2 (`torch.distributed.fsdp.fully_shard`) shards."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not several():
         return []
     from torch.distributed._composable_state import _module_state_mapping  # noqa: PLC0415
 
@@ -322,7 +321,7 @@ class Gathered:
         self._known: set[int] = set()
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        if not dist.is_available() or not dist.is_initialized():
+        if not several():
             return False
         from torch.distributed._composable_state import _module_state_mapping  # noqa: PLC0415
 
