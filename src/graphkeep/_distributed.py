@@ -204,6 +204,7 @@ class _Wrappers:
 
     def __init__(self) -> None:
         self._count: list[int] = []
+        self._frozen = 0  # objects that were frozen when these were looked through last
         self._found: list[weakref.ref[Any]] = []
 
     def alive(self) -> list[Any]:
@@ -215,27 +216,36 @@ class _Wrappers:
         reducer: Any = getattr(dist, "Reducer")  # noqa: B009  it is no public name
         found = [ref() for ref in self._found]
         if [sys.getrefcount(kind) for kind in (reducer, *kinds)] != self._count or None in found:
+            known = {id(module): module for module in found if module is not None}
             with warnings.catch_warnings():  # some objects warn when their type is asked for
                 warnings.simplefilter("ignore")
-                found = [obj for obj in _objects() if type(obj) in kinds and hasattr(obj, "reducer")]
+                known |= _of(kinds, gc.get_objects())
+                frozen, self._frozen = self._frozen, gc.get_freeze_count()
+                if self._frozen > frozen:
+                    known |= _of(kinds, _frozen())
+            found = list(known.values())
             self._found = [weakref.ref(module) for module in found]
+            del known
             self._count = [sys.getrefcount(kind) for kind in (reducer, *kinds)]
         return found
 
 
-def _objects() -> Iterable[Any]:
-    """Everything that the collector knows, also what `gc.freeze` hides: that is looked for from the frames and modules on."""
-    found = gc.get_objects()
-    if not gc.get_freeze_count():
-        return found
-    seen = {id(obj): obj for obj in found}
-    todo: list[Any] = [*found, *sys.modules.values()]
+def _of(kinds: set[type], objects: Iterable[Any]) -> dict[int, Any]:
+    return {id(obj): obj for obj in objects if type(obj) in kinds and hasattr(obj, "reducer")}
+
+
+def _frozen() -> Iterable[Any]:
+    """What `gc.freeze` hides from the collector: looked for from the frames and modules on, which takes seconds."""
+    todo: list[Any] = [*gc.get_objects(), *sys.modules.values()]
     for frame in sys._current_frames().values():
         outer: Any = frame
         while outer is not None:
-            todo += outer.f_locals.values()
+            if (
+                outer.f_globals is not globals()
+            ):  # a look at the variables of these would add to the references that are counted
+                todo += outer.f_locals.values()
             outer = outer.f_back
-    seen |= {id(obj): obj for obj in todo if gc.is_tracked(obj)}
+    seen = {id(obj): obj for obj in todo if gc.is_tracked(obj)}
     while todo:
         for obj in gc.get_referents(todo.pop()):
             if id(obj) not in seen and gc.is_tracked(obj):
