@@ -42,7 +42,7 @@ fmt: $(STAMP) ## format, and mend what the linter can mend
 	@$(PY) -m ruff check --fix-only --quiet .
 	@$(PY) -m ruff format .
 
-bench: $(STAMP) ## run the benchmarks (20 minutes), and write docs/benchmarks/
+bench: $(STAMP) ## run the benchmarks (20 to 25 minutes), and write docs/benchmarks/
 	@if [ -f benchmarks/run.py ]; then $(PY) -m benchmarks.run; else echo "no benchmarks/run.py: nothing to run"; fi
 
 clean: ## remove .venv, caches and build outputs

@@ -108,7 +108,7 @@ def index(known: Mapping[str, tuple[Machine, Sequence[Row]]]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "`make bench` runs all of them, in twenty minutes on two quiet cores, and writes these pages, their figures as JSON",
+        "`make bench` runs all of them, in 20 to 25 minutes on two cores, and writes these pages, their figures as JSON",
         "and their pictures. `python -m benchmarks.run NAME` runs one page. Peers that are not installed are left out.",
         "",
         "| page | beside | met | within noise | missed | for comparison |",
