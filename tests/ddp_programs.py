@@ -1,10 +1,10 @@
 """What `test_ddp.py` runs on two ranks: ``python -m torch.distributed.run --nproc-per-node 2 ddp_programs.py NAME``."""
 
 import copy
-import gc
 import sys
 from typing import Any
 
+import launched
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,14 +132,4 @@ PROGRAMS = {
 }
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    try:
-        for name in sys.argv[1:]:
-            PROGRAMS[name]()
-            print(f"rank {dist.get_rank()}: {name} ok")
-        # A DDP module lies in a cycle. If it outlives the process group, gloo's threads are torn down at exit while they run,
-        # and every fourth process aborts ("terminate called without an active exception"; plain DDP, torch 2.13).
-        gc.collect()
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    launched.run(PROGRAMS, sys.argv[1:])

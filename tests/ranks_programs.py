@@ -13,12 +13,12 @@ import runpy
 import shutil
 import sys
 import tempfile
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import launched
 import pytest
 import torch
 import torch.distributed as dist
@@ -477,17 +477,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))
-    try:
-        if sys.argv[1] == "examples":
+    if sys.argv[1] == "examples":
+        with launched.group():
             examples(sys.argv[2:])
-        else:
-            for name in sys.argv[1:]:
-                PROGRAMS[name]()
-                gc.collect()  # see `ddp_programs.py`
-                print(f"rank {dist.get_rank()}: {name} ok\n", end="", flush=True)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    else:
+        launched.run(PROGRAMS, sys.argv[1:])

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import datetime
 import functools
 import gc
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import launched
 import pytest
 import torch
 import torch.distributed as dist
@@ -363,6 +362,33 @@ def two_inferences() -> None:
                 assert_same(gradients(net), wanted)
 
 
+def inferences_one_after_the_other() -> None:
+    """Two backwards for one inference, or for two of other towers: each is synchronised, and looks for its own leaves only."""
+
+    def loss(twin: Any, rank: int) -> Tensor:
+        text = twin(batch(rank), "text").sum()
+        return text + twin(batch(rank, 1), "image").sum() if number else text
+
+    for number in range(2):
+        net = Towers()
+        wanted = alone(net, loss)
+        for options in {}, {"find_unused_parameters": True}:
+            if not (options or number):
+                continue  # the other tower would be waited for
+            net.zero_grad()
+            ddp = DistributedDataParallel(net, **options)
+            for _ in range(2):
+                net.zero_grad()
+                a = gk.infer(ddp, mine(), "text", chunk_size=2)
+                heads = [a[:2].sum() + a[2:4].sum(), a[4:].sum()]
+                if number:
+                    b = gk.infer(ddp, mine(1), "image", chunk_size=3)
+                    heads = [sum(heads), b[:].sum()] if options else [sum(heads) + b[:].sum()]
+                for head in heads:
+                    head.backward()
+                assert_same(gradients(net), wanted)
+
+
 def contrastive_over_all_ranks() -> None:
     """The rows of all ranks meet in one loss: they are gathered after the forward, so each replays its own."""
 
@@ -694,6 +720,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
         two_cuts,
         cut_and_a_shared_head,
         two_inferences,
+        inferences_one_after_the_other,
         infer_around_a_wrapper,
         infer_of_a_compiled_wrapper,
         infer_and_collectives,
@@ -707,15 +734,4 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    warnings.filterwarnings("error", category=gk.WatchFailedWarning)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))
-    try:
-        for name in sys.argv[1:]:
-            PROGRAMS[name]()
-            gc.collect()  # see `ddp_programs.py`
-            print(f"rank {dist.get_rank()}: {name} ok\n", end="", flush=True)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    launched.run(PROGRAMS, sys.argv[1:])

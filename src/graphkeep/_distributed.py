@@ -49,7 +49,7 @@ class Plain:
     def expects(self, node: Any, leaves: Iterable[torch.Tensor]) -> None:
         """A node has been made that will bring gradients to these leaves, in a backward that is to be synchronised."""
 
-    def before_backward(self) -> None:
+    def before_backward(self, node: Any, leaves: Iterable[torch.Tensor]) -> None:
         """Called by each such node in a backward, before any gradient reaches the leaves."""
 
 
@@ -84,19 +84,21 @@ class DataParallel(Plain):
     def expects(self, node: Any, leaves: Iterable[torch.Tensor]) -> None:
         self._state.nodes[node] = list(leaves)
 
-    def before_backward(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task == self._state.task:  # several inferences of one model, and a backward through all of them
-            return
-        self._state.task = task
-        outputs = []
-        if self._ddp.find_unused_parameters:
-            # the reducer looks for the parameters that these lead to
-            leaves = {id(leaf): leaf for some in list(self._state.nodes.values()) for leaf in some}
-            with torch.enable_grad():
-                outputs = [leaf.view_as(leaf) for leaf in leaves.values()]
-        self._state.nodes.clear()
-        self._ddp.reducer.prepare_for_backward(outputs)
+    def before_backward(self, node: Any, leaves: Iterable[torch.Tensor]) -> None:
+        state, task = self._state, torch._C._current_graph_task_id()
+        if task != state.task:  # else another inference of the model has, and the same backward runs through both
+            state.task = task
+            outputs = []
+            if self._ddp.find_unused_parameters:
+                # the reducer looks for the parameters that these lead to: of all nodes that this backward runs, and no others
+                used = {id(leaf): leaf for leaf in leaves}
+                for other, others in list(state.nodes.items()):
+                    if torch._C._will_engine_execute_node(other):
+                        used |= {id(leaf): leaf for leaf in others}
+                with torch.enable_grad():
+                    outputs = [leaf.view_as(leaf) for leaf in used.values()]
+            self._ddp.reducer.prepare_for_backward(outputs)
+        state.nodes.pop(node, None)
 
 
 class _State:

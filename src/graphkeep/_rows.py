@@ -49,7 +49,7 @@ class Rows(torch.autograd.Function):
             )
         (numbers,) = ctx.saved_tensors
         if ctx.synchronises:
-            ctx.replays.prepare()
+            ctx.replays.prepare(ctx)
         return None, None, *ctx.replays.backward(numbers, grads)
 
 
@@ -104,9 +104,10 @@ class Replays:
         first.wrapper.expects(node, first.leaves.values())
         return True
 
-    def prepare(self) -> None:
-        """Make the wrapper ready for the backward that runs now."""
-        self._source().wrapper.before_backward()
+    def prepare(self, node: Any) -> None:
+        """Make the wrapper ready for the backward that runs now, of which this node is a part."""
+        first = self._source()
+        first.wrapper.before_backward(node, first.leaves.values())
 
     # --- backward -----------------------------------------------------------------------------------------------------------
 
