@@ -11,6 +11,7 @@ import copy
 import functools
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -180,22 +181,27 @@ def keep_and_a_forward_in_between() -> None:
 
 
 def keep_of_frozen_objects() -> None:
-    """`gc.freeze` takes a wrapper out of what the collector knows."""
-    for refused_before in False, True:
-        net = Net()
-        wanted, ddp = alone_joint(net), DistributedDataParallel(net)
-        outputs = ddp(mine())
-        if refused_before:  # so it has been found once
-            with refused(net, r"keep="):
-                gk.backward(losses(outputs)[0], keep=outputs[0])
-        gc.collect()
-        gc.freeze()
-        try:
-            with refused(net, r"keep="):
-                gk.backward(losses(outputs)[0], keep=outputs[0])
-            assert_a_plain_step_is_right(ddp, net, wanted)
-        finally:
-            gc.unfreeze()
+    """`gc.freeze` takes a wrapper out of what the collector knows: one that has been found, one that has not, and a third."""
+    for times, refused_before in (1, False), (1, True), (2, False):
+        for _ in range(times):
+            net = Net()
+            wanted, ddp = alone_joint(net), DistributedDataParallel(net)
+            outputs = ddp(mine())
+            if refused_before:
+                with refused(net, r"keep="):
+                    gk.backward(losses(outputs)[0], keep=outputs[0])
+            gc.collect()
+            gc.freeze()
+            try:
+                with refused(net, r"keep="):
+                    gk.backward(losses(outputs)[0], keep=outputs[0])
+                assert_a_plain_step_is_right(ddp, net, wanted)
+            finally:
+                gc.unfreeze()
+            gone = weakref.ref(outputs[0])
+            del ddp, outputs
+            gc.collect()  # so that fewer are frozen the next time
+            assert gone() is None, "what has looked for the wrapper keeps what was in the frame"
 
 
 def keep_and_a_head_used_twice() -> None:

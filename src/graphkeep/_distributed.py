@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphkeep._errors import ArgumentError
+from graphkeep._frame import frame_locals
 
 
 def several() -> bool:
@@ -206,7 +207,7 @@ class _Wrappers:
 
     def __init__(self) -> None:
         self._count: list[int] = []
-        self._frozen = 0  # objects that were frozen when these were looked through last
+        self._others = -1  # references to the reducers' type beyond those of the modules that were found
         self._found: list[weakref.ref[Any]] = []
 
     def alive(self) -> list[Any]:
@@ -222,9 +223,12 @@ class _Wrappers:
             with warnings.catch_warnings():  # some objects warn when their type is asked for
                 warnings.simplefilter("ignore")
                 known |= _of(kinds, gc.get_objects())
-                frozen, self._frozen = self._frozen, gc.get_freeze_count()
-                if self._frozen > frozen:
+                others = sys.getrefcount(reducer) - len(known)
+                if gc.get_freeze_count() and others > self._others:
+                    seen = len(known)
                     known |= _of(kinds, _frozen())
+                    others -= len(known) - seen
+                self._others = others
             found = list(known.values())
             self._found = [weakref.ref(module) for module in found]
             del known
@@ -242,10 +246,7 @@ def _frozen() -> Iterable[Any]:
     for frame in sys._current_frames().values():
         outer: Any = frame
         while outer is not None:
-            if (
-                outer.f_globals is not globals()
-            ):  # a look at the variables of these would add to the references that are counted
-                todo += outer.f_locals.values()
+            todo += [value for _, value in frame_locals(outer)]
             outer = outer.f_back
     seen = {id(obj): obj for obj in todo if gc.is_tracked(obj)}
     while todo:

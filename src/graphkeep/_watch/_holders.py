@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphkeep._frame import frame_locals
 from graphkeep._watch import _referrers
 from graphkeep._watch._names import At, Place, at, cache_place, class_name, clean, is_library, merged, step, type_name
-from graphkeep._watch._referrers import LRU_CACHE, SUSPENDABLE, Climb, Raw, attributes, class_module, frame_locals
+from graphkeep._watch._referrers import LRU_CACHE, SUSPENDABLE, Climb, Raw, attributes, class_module
 
 _LIBRARY = 4  # cost of a name in a library
 _BORROWED = 1_000  # of a name that is not where a thing lives: `self` in a method that runs

@@ -21,11 +21,11 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from graphkeep import _graph, _saved
 from graphkeep._errors import library_file
+from graphkeep._frame import frame_locals
 from graphkeep._ledger import Mismatch
 from graphkeep._watch import _census, _changed, _source
 from graphkeep._watch._frames import Place, Site, short
 from graphkeep._watch._holders import Holder, find
-from graphkeep._watch._referrers import frame_locals
 from graphkeep._watch._timeline import Backward, OptimizerStep, Timeline
 
 SECOND = "backward through the graph a second time"
