@@ -14,7 +14,7 @@ from outcomes import Outcome, compared, run
 from torch.profiler import ProfilerActivity, profile
 
 import graphkeep as gk
-from graphkeep._budget._holdings import Source
+from graphkeep._budget._source import Source
 from graphkeep._budget._values import Kept, Op, Value
 from graphkeep._ledger import Entry
 

@@ -212,6 +212,8 @@ def main(steps: int) -> None:
                 twin.load_state_dict(net.state_dict())  # rounding must not add up
         net.cut = None
         if step % block == block - 1:
+            for optimizer in optimizers:
+                optimizer.zero_grad()  # a step that has failed early leaves none
             now = state()
             if step // block == SETTLED:
                 before = now

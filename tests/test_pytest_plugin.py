@@ -158,6 +158,7 @@ def test_forward_only():
     for _ in range(2):
         x.exp()
 """)  # fmt: skip
+    result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["  lines that saved most, over the whole test:", "*:*  *  `x.exp()`"])
 
 

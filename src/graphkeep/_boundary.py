@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from graphkeep import _distributed, _engine, _graph, _modules, _saved
+from graphkeep import _distributed, _engine, _graph, _saved
 from graphkeep._eager import eager
 from graphkeep._errors import ArgumentError, BypassedCutError, ChangedGraphError, ClosedCutError
 
@@ -265,16 +265,13 @@ def _refuse_second_gradient(outputs: Any) -> None:
         leaves = {id(leaf): leaf for leaf in _graph.leaves(nodes)}
         below = {id(leaf) for leaf in trunk.leaves}
         twice = [leaf for key, leaf in leaves.items() if key in trunk.reached or key in below]
-        found = _distributed.synchronised(twice)
-        if found is not None:
-            ddp, leaf = found
-            raise ArgumentError(
-                "a leaf would get its gradient in two backwards, and DistributedDataParallel synchronises it after the first",
-                where=f"{_modules.describe(leaf, [ddp.module])}, shared by two heads, by a head and the trunk, or by what "
-                f"torch.compile has made one region of, around gk.cut() at {trunk.where}",
-                instead="one backward for the heads that share it; a compiled region for each head; or all of it under "
-                "`with model.no_sync():`",
-            )
+        _distributed.refuse_second_gradient(
+            twice,
+            "a leaf would get its gradient in two backwards, and DistributedDataParallel synchronises it after the first",
+            "one backward for the heads that share it; a compiled region for each head; or all of it",
+            ", shared by two heads, by a head and the trunk, or by what torch.compile has made one region of, around "
+            f"gk.cut() at {trunk.where}",
+        )
         trunk.reached |= leaves.keys()
 
 

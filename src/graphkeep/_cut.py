@@ -251,15 +251,12 @@ def _refuse_two_cuts(trunk: Trunk) -> None:
     """Trunks that another backward reaches as well, or whose weights are not there when the block is left."""
     known = {id(leaf) for other in open_trunks.trunks.values() for leaf in other.leaves}
     twice = [leaf for leaf in trunk.leaves if id(leaf) in known]
-    found = _distributed.synchronised(twice) if twice else None
-    if found is not None:
-        ddp, leaf = found
-        raise ArgumentError(
-            "two cuts on one DistributedDataParallel model: each trunk has a backward of its own, and the gradients are "
-            "synchronised after the first",
-            where=_modules.describe(leaf, [ddp.module]),
-            instead="one cut of both, `with gk.cut((x, y)) as (x, y):`; or all of it under `with model.no_sync():`",
-        )
+    _distributed.refuse_second_gradient(
+        twice,
+        "two cuts on one DistributedDataParallel model: each trunk has a backward of its own, and the gradients are "
+        "synchronised after the first",
+        "one cut of both, `with gk.cut((x, y)) as (x, y):`; or all of it",
+    )
     gathered = _distributed.gathered_for_now(trunk.leaves)
     if gathered is not None:
         raise ArgumentError(

@@ -3,8 +3,8 @@
 `DistributedDataParallel` counts one forward for one synchronised backward; several forwards before a backward leave the ranks
 with different gradients, without an error, and so may several backwards. So chunks and replays of `infer` run the wrapped
 module itself, the wrapper's own part of a forward (buckets, the broadcast of buffers) runs once, and its reducer is made ready
-by the first node of ours that a backward runs; and where a leaf would get its gradient in several backwards, `synchronising`
-tells beforehand.
+by the first node of ours that a backward runs; and where a leaf would get its gradient in several backwards,
+`refuse_second_gradient` does so beforehand.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from graphkeep import _modules
 from graphkeep._errors import ArgumentError
 from graphkeep._frame import frame_locals
 
@@ -275,16 +276,26 @@ def waiting() -> list[Any]:
     return [ddp for ddp in _wrappers.alive() if ddp.require_forward_param_sync or ddp.require_backward_grad_sync]
 
 
-def synchronised(leaves: Iterable[torch.Tensor]) -> tuple[Any, torch.Tensor] | None:
-    """A module that waits for one gradient of one of these leaves, and the leaf; None if none does."""
+def refuse_second_gradient(leaves: Iterable[torch.Tensor], what: str, instead: str, around: str = "") -> None:
+    """Refuse what would bring a second gradient to one of some leaves, if a module waits for one.
+
+    Arguments:
+        what, instead: of the error.
+        around: of its place, after the leaf's name.
+
+    Raises:
+        ArgumentError: a module does.
+    """
     modules = waiting()
-    if modules:
-        known = {id(leaf) for leaf in leaves}
-        for ddp in modules:
-            for parameter in ddp.module.parameters():
-                if id(parameter) in known:
-                    return ddp, parameter
-    return None
+    known = {id(leaf) for leaf in leaves} if modules else set()
+    for ddp in modules if known else ():
+        for parameter in ddp.module.parameters():
+            if id(parameter) in known:
+                raise ArgumentError(
+                    what,
+                    where=_modules.describe(parameter, [ddp.module]) + around,
+                    instead=f"{instead} under `with model.no_sync():`",
+                )
 
 
 def running() -> Any:

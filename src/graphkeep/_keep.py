@@ -19,7 +19,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from graphkeep import _distributed, _graph, _modules, _saved
+from graphkeep import _distributed, _graph, _saved
 from graphkeep._eager import eager
 from graphkeep._errors import (
     ArgumentError,
@@ -98,7 +98,7 @@ def backward(
     head = _graph.reach((_node(root) for root in roots), without=trunk)
     if not allow_unused:
         _require_reached(kept, roots, head, trunk)
-    _refuse_synchronised(head | trunk)
+    _distributed.refuse_second_gradient(_graph.leaves(head | trunk), _SYNCHRONISED, _CUT_OR)
     _refuse_donated(head | trunk)
 
     tombstone = _saved.Tombstone(f"gk.backward(keep=) at {caller()}", _KEEP_MORE)
@@ -199,18 +199,11 @@ def _require_reached(kept: list[GradientEdge], roots: list[Root], head: set[Node
         )
 
 
-def _refuse_synchronised(nodes: set[Node]) -> None:
-    """Others come after this backward, and a DDP model that waits for one would synchronise half of what they bring."""
-    found = _distributed.synchronised(_graph.leaves(nodes))
-    if found is not None:
-        ddp, leaf = found
-        raise ArgumentError(
-            "gk.backward(keep=) on a DistributedDataParallel model, which synchronises each gradient as soon as one backward "
-            "has reached it, and a later backward may reach it again",
-            where=_modules.describe(leaf, [ddp.module]),
-            instead="`with gk.cut(x) as x:` in the forward, which reaches each leaf once; or the forward and this call under "
-            "`with model.no_sync():`",
-        )
+_SYNCHRONISED = (
+    "gk.backward(keep=) on a DistributedDataParallel model, which synchronises each gradient as soon as one backward has "
+    "reached it, and a later backward may reach it again"
+)
+_CUT_OR = "`with gk.cut(x) as x:` in the forward, which reaches each leaf once; or the forward and this call"
 
 
 def _refuse_donated(nodes: set[Node]) -> None:

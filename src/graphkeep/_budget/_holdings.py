@@ -22,6 +22,7 @@ from graphkeep._budget._outside import Outside
 from graphkeep._budget._record import Mode, Record
 from graphkeep._budget._rerun import aside
 from graphkeep._budget._slack import Saved, Slack
+from graphkeep._budget._source import Source
 from graphkeep._budget._sparse import Schedule, Skeleton
 from graphkeep._budget._steps import Steps
 from graphkeep._budget._store import GONE, NO_TENSOR, UNWRITTEN, Store
@@ -34,45 +35,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LITTLE = 0.25  # of what a step has saved, that may live on when it has ended
 _SMALL = 1 << 20  # bytes of integers that are kept at most
 _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-
-
-class Source:
-    """Where an entry's tensor comes from.
-
-    Attributes:
-        counter: once the entry has parted with its tensor, an empty one that counts changes with it.
-        version: what it counted when the tensor was saved.
-        latest: the value on the same storage after changes that the tensor may not count.
-    """
-
-    __slots__ = ("counter", "geometry", "holdings", "latest", "value", "version")
-
-    def __init__(self, holdings: Holdings, value: Value, geometry: Geometry) -> None:
-        self.holdings = holdings
-        self.value = value
-        self.geometry = geometry
-        self.counter: torch.Tensor | None = None
-        self.version = 0
-        self.latest: Value | None = None
-
-    def part_with(self, entry: Entry) -> None:
-        """The entry is about to let go of its tensor: go on counting whether the program changes that in place."""
-        tensor = entry.tensor
-        if tensor is not None and self.counter is None and not tensor.is_inference():
-            # below `ADInplaceOrView`, where a dispatch mode runs, the two would not count together
-            with aside(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-                counter = tensor.detach()
-                counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            self.counter, self.version = counter, entry.version
-
-    @property
-    def held(self) -> bool:
-        """Whether the graph holds the storage."""
-        return self.value.held is not None or self.value.kept is not None
-
-    def bring(self, entry: Entry) -> torch.Tensor:
-        """The tensor again."""
-        return self.holdings.bring(entry)
 
 
 class Holdings(Companion):

@@ -97,9 +97,9 @@ def plan(trace: Trace, limit: int, patience: float = PATIENCE, spare: int = 0) -
     Arguments:
         spare: bytes of the limit to leave free, if that is not much and a plan can.
     """
-    found = None
+    found, until = None, time.perf_counter() + patience
     for most in (limit - spare, limit) if 0 < spare <= limit >> _SPARE else (limit,):
-        search = _Search(trace, most, patience)
+        search = _Search(trace, most, max(until - time.perf_counter(), patience / 4))
         with contextlib.suppress(TookTooLongError):
             search.run()
         found = search.best
