@@ -18,7 +18,7 @@ a = torch.ones(1, requires_grad=True)
 for use in (gk.explain, gk.discard, gk.cut, lambda y: gk.backward(y, keep=a.sin(), allow_unused=True)):
     y = a.sin()
     bottom = weakref.ref(y.untyped_storage())
-    for _ in range(150_000):
+    for _ in range(100_000):
         y = getattr(y, sys.argv[1])(*map(int, sys.argv[2:]))
     use(y)
     del y
